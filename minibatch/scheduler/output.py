@@ -1,0 +1,77 @@
+"""What a scheduler hands to the executor: who runs, how many tokens each, which blocks move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from minibatch.record import Admission, HeldBack, Preemption
+from minibatch.request import Request
+
+
+class ScheduledRequest(NamedTuple):
+    """Compute tokens ``[start, start + num_tokens)`` of ``request``.
+
+    A ``padding`` row (static batching) is fed its last token again and the result is thrown
+    away; ``num_padding_tokens`` further tokens serve nobody either, but cost as much.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    phase: str  # "prefill" | "decode" | "padding"
+    num_padding_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Its last known token is computed, so the model's output is its next token."""
+        return self.phase != "padding" and self.end == self.request.num_tokens
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's decisions. Block moves are to be made in this order, before the model runs."""
+
+    step: int
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device, CPU)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (CPU, device)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (device, device)
+    admitted: list[Admission] = field(default_factory=list)
+    held_back: HeldBack | None = None
+    preempted: list[Preemption] = field(default_factory=list)
+    swapped_in: dict[str, int] = field(default_factory=dict)
+    swapped_out: dict[str, int] = field(default_factory=dict)
+    num_batched_tokens: int = 0
+    num_padding_tokens: int = 0
+    # As they stood once everything was decided:
+    waiting: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    swapped: tuple[str, ...] = ()
+    free_blocks: int = 0
+    free_cpu_blocks: int = 0
+    cached_blocks: int = 0
+
+    def schedule(
+        self,
+        request: Request,
+        num_tokens: int,
+        phase: str,
+        num_padding_tokens: int = 0,
+    ) -> None:
+        """Add a row; the request's computed tokens are where it starts."""
+        self.scheduled.append(
+            ScheduledRequest(
+                request, request.num_computed_tokens, num_tokens, phase, num_padding_tokens
+            )
+        )
+        self.num_batched_tokens += num_tokens
+        self.num_padding_tokens += num_padding_tokens
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.scheduled and not self.swap_out and not self.swap_in
