@@ -18,7 +18,7 @@ The manager moves no bytes. It decides, and notes the moves (``swap_out``, ``swa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -92,7 +92,7 @@ class BlockManager:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, num_gpu_blocks))
         self.num_cpu_blocks = num_cpu_blocks
         self.free_cpu_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_cpu_blocks))
-        self.prefix_root = PrefixNode(None, ())
+        self.prefix_roots: dict[Hashable, PrefixNode] = {}  # by the requests' cache_salt
         self.node_of: list[PrefixNode | None] = [None] * num_gpu_blocks
         self.num_cached_blocks = 0  # free blocks whose content is still findable
         self.changes = BlockChanges()
@@ -180,7 +180,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         hits: list[int] = []
-        node, size = self.prefix_root, self.block_size
+        node, size = self._prefix_root(request), self.block_size
         for start in range(0, request.num_tokens - size, size):
             child = node.children.get(tuple(request.token_ids[start : start + size]))
             if child is None or not child.blocks:
@@ -219,7 +219,7 @@ class BlockManager:
         while index > 0 and self.node_of[table[index - 1]] is None:
             index -= 1
         for i in range(index, last):
-            parent = self.node_of[table[i - 1]] if i > 0 else self.prefix_root
+            parent = self.node_of[table[i - 1]] if i > 0 else self._prefix_root(request)
             assert parent is not None
             tokens = tuple(request.token_ids[i * size : (i + 1) * size])
             node = parent.children.get(tokens)
@@ -227,6 +227,12 @@ class BlockManager:
                 node = parent.children[tokens] = PrefixNode(parent, tokens)
             node.blocks[table[i]] = None
             self.node_of[table[i]] = node
+
+    def unpublish(self, request: Request) -> None:
+        """Take back what ``publish`` promised of tokens that were then never computed."""
+        for block in request.block_table[request.num_computed_tokens // self.block_size :]:
+            if self.node_of[block] is not None:
+                self._unpublish(block)
 
     # -- swapping -----------------------------------------------------------------------------
 
@@ -295,6 +301,9 @@ class BlockManager:
             raise InvariantError("a CPU block is both free and held.")
         if len(cpu_holders) + len(self.free_cpu_queue) != self.num_cpu_blocks:
             raise InvariantError("CPU blocks were lost.")
+
+    def _prefix_root(self, request: Request) -> PrefixNode:
+        return self.prefix_roots.setdefault(request.cache_salt, PrefixNode(None, ()))
 
     # -- one block ----------------------------------------------------------------------------
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from minibatch.errors import ConfigError
 
-POLICY_NAMES = ("static", "dynamic", "continuous", "unified")
+PolicyName = Literal["static", "dynamic", "continuous", "unified"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class PreemptionMode(str, Enum):
@@ -35,7 +38,7 @@ class SchedulerConfig:
         ConfigError: for a value, or two values together, that cannot work.
     """
 
-    policy: str = "continuous"
+    policy: PolicyName = "continuous"
     num_gpu_blocks: int = 256
     num_cpu_blocks: int = 0
     block_size: int = 16
@@ -48,7 +51,7 @@ class SchedulerConfig:
     max_wait: float = 0.0  # seconds that `static` may wait for its batch to fill
 
     def __post_init__(self) -> None:
-        check_policy(self.policy)
+        check_choice("policy", self.policy, POLICY_NAMES)
         check_count("block_size", self.block_size)
         check_count("num_gpu_blocks", self.num_gpu_blocks)
         check_count("num_cpu_blocks", self.num_cpu_blocks, least=0)
@@ -80,22 +83,35 @@ class EngineConfig:
 
     Args:
         model: a folder, a ``.gguf`` file, a hub id, or a short name (``minibatch models``).
-        load_format: ``"auto"`` reads the checkpoint; ``"dummy"`` draws random weights of the
+        tokenizer: as ``model``, where it is kept elsewhere.
+        load_format: ``auto`` reads the checkpoint; ``dummy`` draws random weights of the
             model's shape (vLLM's word), for speed work.
-        dtype: ``"auto"`` takes float32 on a CPU and the checkpoint's own type on a GPU.
-        device: ``"auto"``, ``"cpu"``, ``"cuda"``...
-        num_gpu_blocks: the size of the KV pool; ``None`` lets memory decide.
+        dtype: ``auto`` takes float32 on a CPU and the checkpoint's own type on a GPU.
+        device: ``auto``, ``cpu``, ``cuda``...
+        max_model_len: longest sequence, prompt and output, in tokens.
+        block_size: tokens a KV block.
+        num_gpu_blocks: size of the KV pool; by default what memory allows.
+        num_cpu_blocks: size of the swap pool; by default what ``swap_space`` holds.
         gpu_memory_utilization: share of a GPU's memory for weights, activations and KV.
         kv_cache_memory_bytes: bytes of the KV pool, where no GPU can be profiled.
         swap_space: GiB of CPU memory for swapped KV.
+        policy: who runs when: one of four batching policies.
+        max_num_seqs: sequences in one step at most.
+        max_num_batched_tokens: tokens in one step at most.
+        enable_chunked_prefill: ``continuous`` mixes decodes and pieces of prompts in a step.
+        enable_prefix_caching: keep the KV of full blocks for prompts that begin alike.
+        preemption_mode: what ``continuous`` does with the KV of an evicted request.
+        max_wait: seconds that ``static`` waits for its batch to fill.
+        tensor_parallel_size: devices; this version has 1.
+        enforce_eager: no CUDA graphs.
         seed: where the seeds of unseeded requests come from.
         check_invariants: verify the books after every step (slow; for tests and lessons).
     """
 
     model: str
     tokenizer: str | None = None
-    load_format: str = "auto"
-    dtype: str = "auto"
+    load_format: LoadFormat = "auto"
+    dtype: DtypeName = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     block_size: int = 16
@@ -104,7 +120,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.90
     kv_cache_memory_bytes: int | None = None
     swap_space: float = 4.0
-    policy: str = "continuous"
+    policy: PolicyName = "continuous"
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = False
@@ -117,12 +133,11 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        check_policy(self.policy)
+        check_choice("policy", self.policy, POLICY_NAMES)
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model={self.model!r}: expected a path, a hub id or a short name.")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format={self.load_format!r}: expected 'auto' or 'dummy'.")
-        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        check_choice("load_format", self.load_format, get_args(LoadFormat))
+        check_choice("dtype", self.dtype, get_args(DtypeName))
         check_count("block_size", self.block_size)
         for knob in ("max_model_len", "num_gpu_blocks", "max_num_batched_tokens"):
             if getattr(self, knob) is not None:
@@ -169,11 +184,6 @@ def default_max_num_batched_tokens(config: EngineConfig, max_model_len: int) -> 
     splits_prefills = config.policy == "unified" or config.enable_chunked_prefill
     least = config.max_num_seqs if splits_prefills else max(max_model_len, config.max_num_seqs)
     return max(2048, least)
-
-
-def check_policy(policy: object) -> None:
-    if policy not in POLICY_NAMES:
-        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICY_NAMES)}.")
 
 
 def check_choice(knob: str, value: object, choices: tuple[str, ...]) -> None:

@@ -197,7 +197,10 @@ def one_line(record: StepRecord, total_blocks: int | None = None) -> str:
         parts.append("wait " + _names(record.waiting, 1))
     if record.swapped:
         parts.append("swap " + _names(record.swapped, 4))
-    parts += [f"{p.mode} {p.request_id} (for {p.victim_of or 'you'})" for p in record.preempted]
+    parts += [
+        f"evict {p.request_id} ({p.mode}, " + (f"for {p.victim_of})" if p.victim_of else "by hand)")
+        for p in record.preempted
+    ]
     if record.finished:
         parts.append("done " + _names([f.request_id for f in record.finished], 6))
     parts += [f"refused {r.request_id}: {r.reason}" for r in record.refused]

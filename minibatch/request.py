@@ -9,7 +9,7 @@ sampled but not yet fed to the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 
 from minibatch.sampling_params import SamplingParams
@@ -26,6 +26,7 @@ class FinishReason(str, Enum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's last position
     ABORT = "abort"  # the caller changed their mind
+    ERROR = "error"  # no token could be drawn for it (NaN logits)
 
 
 class Request:
@@ -36,11 +37,13 @@ class Request:
         prompt_token_ids: at least one id.
         sampling_params: how to continue it.
         arrival_s: seconds on the engine's clock.
-        max_tokens: tokens to generate at most (the caller resolves ``None``).
+        max_tokens: tokens to generate at most; by default what ``sampling_params`` says, which
+            must then be a number.
         eos_token_ids: ids that end the text, unless ``ignore_eos``.
         seed: what the sampler's draws depend on, with ``sample_index`` and the position.
         leader: for the second and later of ``n`` samples, the first one, whose prompt KV it
             may share.
+        cache_salt: requests of different salts never share cached prefixes (vLLM's name).
     """
 
     __slots__ = (
@@ -52,6 +55,7 @@ class Request:
         "seed",
         "leader",
         "sample_index",
+        "cache_salt",
         "token_ids",
         "num_prompt_tokens",
         "num_computed_tokens",
@@ -77,15 +81,19 @@ class Request:
         seed: int = 0,
         leader: Request | None = None,
         sample_index: int = 0,
+        cache_salt: Hashable = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.arrival_s = arrival_s
-        self.max_tokens: int = max_tokens or sampling_params.max_tokens or 16
+        most = sampling_params.max_tokens if max_tokens is None else max_tokens
+        assert most is not None, "the engine resolves max_tokens=None"
+        self.max_tokens = most
         self.eos_token_ids = frozenset(eos_token_ids)
         self.seed = seed
         self.leader = leader
         self.sample_index = sample_index
+        self.cache_salt = cache_salt
         self.token_ids: list[int] = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0

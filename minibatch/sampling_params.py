@@ -141,18 +141,19 @@ class SamplingParams:
         wanted = f"a finite number in {left}{least}, {right}"
         if isinstance(value, bool) or not isinstance(value, Real):
             _refuse(name, value, wanted)
-        if not math.isfinite(value) or value < least or (open_below and value == least):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of more than 308 digits
             _refuse(name, value, wanted)
-        if most is not None and value > most:
+        too_small = number < least or (open_below and number == least)
+        if not math.isfinite(number) or too_small or (most is not None and number > most):
             _refuse(name, value, wanted)
-        self._set(name, float(value))
+        self._set(name, number)
 
     def _check_flag(self, name: str) -> None:
         value = getattr(self, name)
-        if value not in (True, False) or isinstance(value, Real):
-            if not isinstance(value, bool):
-                _refuse(name, value, "True or False")
-        self._set(name, bool(value))
+        if not isinstance(value, bool):
+            _refuse(name, value, "True or False")
 
     def _checked_stop(self) -> tuple[str, ...]:
         wanted = "a non-empty string, or a list of them"

@@ -27,7 +27,7 @@ class AttentionMetadata:
 
     slot_mapping: Tensor  # int64 [T]: where each token's K and V go; -1: nowhere
     block_tables: Tensor  # int32 [S, max_blocks]: entries behind a sequence's last are ignored
-    query_start: Tensor  # int32 [S + 1]: sequence s owns tokens query_start[s] to query_start[s + 1]
+    query_start: Tensor  # int32 [S + 1]: where each sequence's tokens begin; last: the end
     seq_lens: Tensor  # int32 [S]: tokens with KV once this step's are stored
     query_lens: list[int]  # [S], on the host
     seq_lens_host: list[int]  # seq_lens, on the host
@@ -45,13 +45,12 @@ class AttentionMetadata:
 class AttentionBackend(ABC):
     """One way to compute attention. The model calls ``prepare`` once a step, then each layer."""
 
+    @abstractmethod
     def prepare(self, meta: AttentionMetadata, kv_cache: KVCache, dtype: torch.dtype) -> None:
-        """Put on ``meta.plan`` what is the same in every layer. By default: nothing is."""
+        """Put on ``meta.plan`` whatever is the same in every layer."""
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
         """Attend from ``q [T, Hq, D]`` to what is stored. Returns ``[T, Hq, D]``, 0 for padding.
 
         K and V of this step's tokens are in the cache already. Query i of a sequence with n
@@ -104,9 +103,7 @@ class PagedReferenceAttention(AttentionBackend):
             start = chunk.end
         meta.plan = _Plan(decodes, chunks)
 
-    def forward(
-        self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
         out = torch.zeros_like(q)  # padding stays 0
         keys, values = kv_cache.keys[layer], kv_cache.values[layer]
         decodes = meta.plan.decodes

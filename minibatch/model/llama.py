@@ -40,7 +40,7 @@ class LlamaForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.max_model_len = max_model_len or config.context_length
+        self.max_model_len = config.context_length if max_model_len is None else max_model_len
         self.backend = backend or PagedReferenceAttention()
         with torch.device("meta"):  # shapes only: nothing is allocated, nothing drawn
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -133,9 +133,7 @@ class DecoderLayer(nn.Module):
         kv_cache: KVCache,
         meta: AttentionMetadata,
     ) -> Tensor:
-        hidden = hidden + self.attention(
-            self.input_norm(hidden), cos, sin, backend, kv_cache, meta
-        )
+        hidden = hidden + self.attention(self.input_norm(hidden), cos, sin, backend, kv_cache, meta)
         return hidden + self.mlp(self.post_attention_norm(hidden))  # [T, H]
 
     def checkpoint_views(self) -> dict[str, Tensor]:
@@ -143,11 +141,12 @@ class DecoderLayer(nn.Module):
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
         }
-        sizes = self.attention.sizes
-        views |= _slices("self_attn", ("q_proj", "k_proj", "v_proj"), self.attention.qkv_proj, sizes)
-        views |= _slices("self_attn", ("o_proj",), self.attention.o_proj)
-        views |= _slices("mlp", ("gate_proj", "up_proj"), self.mlp.gate_up_proj, self.mlp.sizes)
-        views |= _slices("mlp", ("down_proj",), self.mlp.down_proj)
+        attention, mlp = self.attention, self.mlp
+        qkv_names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        views |= _slices(attention.qkv_proj, qkv_names, attention.sizes)
+        views |= _slices(attention.o_proj, ("self_attn.o_proj",))
+        views |= _slices(mlp.gate_up_proj, ("mlp.gate_proj", "mlp.up_proj"), mlp.sizes)
+        views |= _slices(mlp.down_proj, ("mlp.down_proj",))
         return views
 
 
@@ -214,12 +213,12 @@ class RMSNorm(nn.Module):
 
 
 def _slices(
-    parent: str, names: tuple[str, ...], linear: nn.Linear, sizes: tuple[int, ...] | None = None
+    linear: nn.Linear, names: tuple[str, ...], sizes: tuple[int, ...] | None = None
 ) -> dict[str, Tensor]:
     """The parts of a fused projection by checkpoint name; without ``sizes`` it is one part."""
     parts = sizes or (linear.out_features,)
     views = {}
     for kind, parameter in linear.named_parameters():  # "weight", and "bias" if there is one
         for name, view in zip(names, parameter.split(parts), strict=True):
-            views[f"{parent}.{name}.{kind}"] = view
+            views[f"{name}.{kind}"] = view
     return views

@@ -111,7 +111,7 @@ def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn ``x [T, heads, D]`` by the angles of its tokens: (a, b) -> (a cos - b sin, b cos + a sin).
+    """Turn ``x [T, heads, D]`` by its tokens' angles: (a, b) to (a cos - b sin, b cos + a sin).
 
     ``sin`` carries the minus sign in its first half, so swapping the halves of ``x`` is enough.
     """

@@ -94,11 +94,13 @@ class Scheduler(ABC):
         else:
             self.waiting.extend(family[1:])
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> Request | None:
         """Drop a request in any state; its blocks are free at once. None: no such request."""
         request = self.requests.get(request_id)
         if request is not None:
-            self._finish(request, FinishReason.ABORT)
+            self._finish(request, reason)
         return request
 
     def preempt(self, request_id: str, mode: PreemptionMode | None = None) -> None:
@@ -225,7 +227,7 @@ class Scheduler(ABC):
             The requests that finished, in batch order.
         """
         finished: list[Request] = []
-        for request, start, num_tokens, phase, _ in output.scheduled:
+        for request, start, num_tokens, phase, _, _ in output.scheduled:
             if phase == "padding" or request.finish_reason is not None:
                 continue
             request.num_computed_tokens = start + num_tokens
@@ -242,6 +244,16 @@ class Scheduler(ABC):
         filling = output.held_back is not None and output.held_back.reason == "batch_filling"
         self._watch_progress(output, bool(sampled) or filling or not self.requests)
         return finished
+
+    def drop_rows(self, output: SchedulerOutput) -> None:
+        """Take back a step that will not be run after all; its block moves stay to be made.
+
+        Nobody outside the step can have seen its KV, so forgetting it is enough.
+        """
+        for row in output.scheduled:
+            self.block_manager.unpublish(row.request)
+        output.scheduled.clear()
+        output.num_batched_tokens = output.num_padding_tokens = 0
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -210,9 +210,8 @@ class ChunkedContinuousScheduler(ContinuousScheduler):
         new = self._admit_waiting(output, budget)
         output.scheduled.sort(key=lambda row: row.phase == "decode")  # prefills come first
         # vLLM's order of running afterwards, which is the order of the next step.
-        by_phase = [
-            [request for request in group if request.is_prefill is prefill]
-            for group in (returned, ran)
-            for prefill in (False, True)
-        ]
-        self.running = deque([*not_reached, *sum(by_phase, []), *new])
+        self.running = deque(not_reached)
+        for group in (returned, ran):
+            for prefill in (False, True):
+                self.running.extend(r for r in group if r.is_prefill is prefill)
+        self.running.extend(new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from minibatch.record import Admission, HeldBack, Preemption
 from minibatch.request import Request
@@ -21,6 +21,7 @@ class ScheduledRequest(NamedTuple):
     num_tokens: int
     phase: str  # "prefill" | "decode" | "padding"
     num_padding_tokens: int = 0
+    slot: int = -1  # its lane, as the step was scheduled
 
     @property
     def end(self) -> int:
@@ -34,13 +35,21 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass
 class SchedulerOutput:
-    """One step's decisions. Block moves are to be made in this order, before the model runs."""
+    """One step's decisions.
+
+    Block moves are made once each, in the order of ``MOVES``, before the model runs: a block
+    freed by a swap may be the target of a copy, and any of them may be written by this step.
+    ``moves_made`` lets an interrupted step be executed again.
+    """
+
+    MOVES: ClassVar = ("swap_out", "swap_in", "copies")
 
     step: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device, CPU)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (CPU, device)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (device, device)
+    moves_made: int = 0
     admitted: list[Admission] = field(default_factory=list)
     held_back: HeldBack | None = None
     preempted: list[Preemption] = field(default_factory=list)
@@ -64,10 +73,9 @@ class SchedulerOutput:
         num_padding_tokens: int = 0,
     ) -> None:
         """Add a row; the request's computed tokens are where it starts."""
+        start = request.num_computed_tokens
         self.scheduled.append(
-            ScheduledRequest(
-                request, request.num_computed_tokens, num_tokens, phase, num_padding_tokens
-            )
+            ScheduledRequest(request, start, num_tokens, phase, num_padding_tokens, request.slot)
         )
         self.num_batched_tokens += num_tokens
         self.num_padding_tokens += num_padding_tokens

@@ -1,0 +1,3 @@
+from minibatch.cli import main
+
+raise SystemExit(main())

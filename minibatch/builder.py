@@ -1,0 +1,145 @@
+"""From a user's knobs to an engine over a real model."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import minibatch
+from minibatch.config import EngineConfig
+from minibatch.engine import Engine
+from minibatch.errors import ConfigError
+from minibatch.executor.memory import bytes_per_block, num_cpu_blocks, num_gpu_blocks
+from minibatch.executor.model_runner import ModelRunner
+from minibatch.model.config import ModelConfig
+from minibatch.model.hub import resolve
+from minibatch.model.kv_cache import KVCache
+from minibatch.model.llama import LlamaForCausalLM
+from minibatch.model.loader import load_config, load_model, random_model
+from minibatch.model.presets import PRESETS
+from minibatch.tokenizer import Tokenizer
+from minibatch.trace import TraceMeta
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model, size the pools, and put an engine around them.
+
+    With ``load_format="dummy"`` the model may also be one of the named shapes
+    (``minibatch.model.presets``); such an engine has no tokenizer unless one is named.
+
+    Raises:
+        ConfigError, CheckpointError: see there.
+    """
+    path, shape = find_model(config)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device, shape)
+    longest = config.max_model_len or shape.context_length
+    if longest > shape.context_length:
+        raise ConfigError(
+            f"max_model_len={longest} is more than the {shape.context_length} positions that "
+            f"{config.model} was made for; lower max_model_len."
+        )
+    if config.load_format == "dummy" or path is None:
+        model = random_model(
+            shape, dtype=dtype, device=device, seed=config.seed, max_model_len=longest
+        )
+    else:
+        model = load_model(path, dtype=dtype, device=device, max_model_len=longest)
+    tokenizer_path = resolve(config.tokenizer) if config.tokenizer else path
+    tokenizer = Tokenizer.from_path(tokenizer_path) if tokenizer_path else None
+    return engine_for(model, config, tokenizer)
+
+
+def engine_for(
+    model: LlamaForCausalLM, config: EngineConfig, tokenizer: Tokenizer | None = None
+) -> Engine:
+    """An engine around a model that is loaded already."""
+    shape = model.config
+    block_bytes = bytes_per_block(shape, config.block_size, model.dtype)
+    blocks = num_gpu_blocks(config, model, block_bytes)
+    cpu_blocks = num_cpu_blocks(config, block_bytes)
+    usable_tokens = blocks * config.block_size
+    scheduler_config = config.scheduler_config(
+        max_model_len=config.max_model_len or min(model.max_model_len, usable_tokens),
+        num_gpu_blocks=blocks,
+        num_cpu_blocks=cpu_blocks,
+    )
+    kv_cache = KVCache(
+        shape,
+        blocks,
+        config.block_size,
+        dtype=model.dtype,
+        device=model.device,
+        num_cpu_blocks=cpu_blocks,
+    )
+    return Engine(
+        scheduler_config,
+        ModelRunner(model, kv_cache, scheduler_config.max_model_len),
+        tokenizer=tokenizer,
+        meta=TraceMeta(
+            source="measured",
+            model=config.model,
+            hardware=describe_device(model.device),
+            software=versions(),
+        ),
+        vocab_size=shape.vocab_size,
+        eos_token_ids=shape.eos_token_ids,
+        salt=prefix_salt(shape),
+        seed=config.seed,
+        check=config.check_invariants,
+    )
+
+
+def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
+    """The checkpoint and its shape; a named shape needs no checkpoint for random weights."""
+    if config.load_format == "dummy" and config.model in PRESETS:
+        return None, PRESETS[config.model]
+    path = resolve(config.model)
+    return path, load_config(path)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r}: expected 'auto', 'cpu' or 'cuda'.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch {torch.__version__} sees no GPU; use 'cpu'.")
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, shape: ModelConfig) -> torch.dtype:
+    """``auto``: float32 on a CPU, where it is exact; on a GPU the checkpoint's own."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else shape.torch_dtype
+    return getattr(torch, name)
+
+
+def prefix_salt(shape: ModelConfig) -> Callable[[Sequence[int]], int | None]:
+    """Under dynamic rope a long prompt rotates differently from a short one: no sharing."""
+    limit = shape.rope.original_max_position or 0
+    depends = shape.rope.depends_on_prompt_length
+
+    def salt(prompt_token_ids: Sequence[int]) -> int | None:
+        return len(prompt_token_ids) if depends and len(prompt_token_ids) > limit else None
+
+    return salt
+
+
+def describe_device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    return {
+        "minibatch-lab": minibatch.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

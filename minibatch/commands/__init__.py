@@ -1,0 +1,1 @@
+"""One file a command. Each has ``add_parser(subparsers)``, which sets ``run``."""

@@ -1,0 +1,124 @@
+"""The plain backend against attention written out for one query at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minibatch.model.attention import AttentionMetadata, PagedReferenceAttention
+from minibatch.model.config import ModelConfig
+from minibatch.model.kv_cache import KVCache
+
+BLOCK_SIZE = 4
+HEAD_DIM = 8
+
+
+def build(heads, kv_heads, lengths, query_lens, padding=0, dtype=torch.float32, seed=0):
+    """A poisoned cache with K and V of ``lengths`` tokens stored, and its step's metadata."""
+    config = ModelConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=HEAD_DIM, max_position_embeddings=64,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    needed = [math.ceil(length / BLOCK_SIZE) for length in lengths]
+    cache = KVCache(config, sum(needed) + 2, BLOCK_SIZE, dtype=dtype)
+    cache.keys[0].fill_(float("nan"))
+    cache.values[0].fill_(float("nan"))
+    deck = torch.randperm(sum(needed) + 2, generator=generator).tolist()
+    tables = torch.full((len(lengths), max(needed) + 2), -1, dtype=torch.int32)
+    stored = []
+    for row, (length, blocks) in enumerate(zip(lengths, needed, strict=True)):
+        table = [deck.pop() for _ in range(blocks)]
+        tables[row, :blocks] = torch.tensor(table, dtype=torch.int32)
+        k, v = torch.randn(2, length, kv_heads, HEAD_DIM, generator=generator).to(dtype)
+        slots = [table[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(length)]
+        cache.store(0, k, v, torch.tensor(slots, dtype=torch.int64))
+        stored.append((k, v))
+    meta = AttentionMetadata(
+        slot_mapping=torch.full((sum(query_lens) + padding,), -1),
+        block_tables=tables,
+        query_start=torch.tensor([0, *query_lens]).cumsum(0).int(),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        query_lens=query_lens,
+        seq_lens_host=lengths,
+        num_decodes=query_lens.count(1),
+    )
+    q = torch.randn(sum(query_lens) + padding, heads, HEAD_DIM, generator=generator).to(dtype)
+    return cache, meta, stored, q
+
+
+def by_hand(q, stored, lengths, query_lens):
+    """One query, one head at a time."""
+    rows = []
+    for (k, v), length, num_queries in zip(stored, lengths, query_lens, strict=True):
+        for i in range(num_queries):
+            visible = length - num_queries + i + 1
+            query, heads = q[len(rows)], []
+            for head in range(q.shape[1]):
+                kv_head = head * k.shape[1] // q.shape[1]
+                scores = k[:visible, kv_head].float() @ query[head].float()
+                weights = torch.softmax(scores / math.sqrt(HEAD_DIM), dim=0)
+                heads.append(weights @ v[:visible, kv_head].float())
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def attend(cache, meta, q):
+    backend = PagedReferenceAttention()
+    with torch.inference_mode():
+        backend.prepare(meta, cache, q.dtype)
+        return backend.forward(q, cache, 0, meta)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (9, 3), (6, 1)])
+@pytest.mark.parametrize(
+    ("lengths", "query_lens"),
+    [
+        ([1, 4, 5, 13], [1, 1, 1, 1]),  # decodes of unequal length
+        ([9], [9]),  # a whole prompt
+        ([11], [3]),  # a chunk over earlier context
+        ([6, 17, 4, 12], [1, 1, 4, 5]),  # all of it mixed
+    ],
+)
+def test_against_attention_by_hand(heads, kv_heads, lengths, query_lens):
+    """Unwritten slots hold NaN throughout: one leak and the comparison fails."""
+    cache, meta, stored, q = build(heads, kv_heads, lengths, query_lens, padding=3)
+    out = attend(cache, meta, q)
+    used = sum(query_lens)
+    torch.testing.assert_close(out[:used], by_hand(q, stored, lengths, query_lens))
+    assert not out[used:].any()  # padding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    lengths, query_lens = [6, 17, 4, 12], [1, 1, 4, 5]
+    cache, meta, stored, q = build(4, 2, lengths, query_lens, dtype=dtype)
+    out = attend(cache, meta, q)
+    assert out.dtype == dtype
+    expected = by_hand(q, stored, lengths, query_lens)
+    torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero():
+    """Sequences of length 0, with nothing in their tables, beside real ones."""
+    lengths, query_lens = [5, 0, 9, 0], [1, 1, 1, 1]
+    cache, meta, stored, q = build(4, 2, lengths, query_lens)
+    out = attend(cache, meta, q)
+    real = [0, 2]
+    expected = by_hand(q[real], [stored[i] for i in real], [5, 9], [1, 1])
+    torch.testing.assert_close(out[real], expected)
+    assert not out[[1, 3]].any()
+
+
+def test_a_step_of_padding_only():
+    cache, meta, _, q = build(4, 2, [3], [1], padding=2)
+    meta.query_lens, meta.seq_lens_host, meta.num_decodes = [], [], 0
+    assert not attend(cache, meta, q).any()
+
+
+def test_sequence_of_token():
+    _, meta, _, q = build(4, 2, [6, 17, 4, 12], [1, 1, 4, 5], padding=2)
+    expected = [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]
+    assert meta.sequence_of_token(q.shape[0]).tolist() == expected
