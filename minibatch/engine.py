@@ -243,9 +243,7 @@ class Engine:
             self._check_invariants(output)
         return record
 
-    def _record(
-        self, step: _Step, tokens: dict[str, int], finished: list[Request]
-    ) -> StepRecord:
+    def _record(self, step: _Step, tokens: dict[str, int], finished: list[Request]) -> StepRecord:
         output = step.output
         changes = self.scheduler.block_manager.take_changes()
         arrived, self._arrived = tuple(self._arrived), []
@@ -329,7 +327,8 @@ class Engine:
     def _read_prompt(self, request_id: str, prompt: Any) -> tuple[str | None, list[int]]:
         text: str | None = None
         if isinstance(prompt, Mapping):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequestError(f"request {request_id!r}: the prompt is empty.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from minibatch.config import EngineConfig
 from minibatch.engine import Engine
-from minibatch.errors import InvalidRequestError
+from minibatch.errors import ConfigError, InvalidRequestError
 from minibatch.outputs import RequestOutput
 from minibatch.progress import progress_bar
 from minibatch.record import StepRecord
@@ -20,6 +20,51 @@ from minibatch.trace import Trace
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, str]
+
+
+class Stream(Iterator[RequestOutput]):
+    """What is new of one request, as it comes. Reading it steps the engine, for all requests.
+
+    A stream that is closed, or that nobody holds any more, ends its request.
+    """
+
+    def __init__(self, llm: LLM, request_id: str) -> None:
+        self._llm = llm
+        self._news: deque[RequestOutput] = deque()
+        self.closed = False
+        self.request_id = request_id
+        llm._news[request_id] = self._news
+
+    def __next__(self) -> RequestOutput:
+        while not self.closed and not self._news:
+            self._llm._step()
+        if self.closed:
+            raise StopIteration
+        return self._take()
+
+    def take_news(self) -> Iterator[RequestOutput]:
+        """What has come already, without stepping the engine."""
+        while self._news:
+            yield self._take()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def _take(self) -> RequestOutput:
+        output = self._news.popleft()
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._llm._news.pop(self.request_id, None)
+            self._llm.forget([self.request_id])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -40,9 +85,9 @@ class LLM:
     def __init__(self, model: str, **knobs: Any) -> None:
         from minibatch.builder import build_engine  # torch, and with it seconds, only here
 
-        self.engine = build_engine(make_config(model, knobs))
+        self.engine: Engine = build_engine(make_config(model, knobs))
         self._num_requests = 0
-        self._streams: dict[str, deque[RequestOutput]] = {}
+        self._news: dict[str, deque[RequestOutput]] = {}  # of requests that are streamed
 
     # -- prompts in, text out -----------------------------------------------------------------
 
@@ -96,7 +141,10 @@ class LLM:
         one = isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [
-            {"prompt_token_ids": tokenizer.apply_chat_template(conversation)}
+            {
+                "prompt": tokenizer.render_chat_template(conversation),
+                "prompt_token_ids": tokenizer.apply_chat_template(conversation),
+            }
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -114,21 +162,19 @@ class LLM:
         prompts = as_prompt_list(prompts)
         params = as_params_list(sampling_params, len(prompts))
         ids = self.submit(prompts, params)
-        self._streams.update((request_id, deque()) for request_id in ids)
-        live = set(ids)
+        streams = {request_id: Stream(self, request_id) for request_id in ids}
         try:
-            while live:
-                for request_id in sorted(live):
-                    queue = self._streams[request_id]
-                    while queue:
-                        output = queue.popleft()
-                        if output.finished:
-                            live.discard(request_id)
+            while streams:
+                for stream in list(streams.values()):
+                    for output in stream.take_news():
                         yield output
-                if live and not any(self._streams[request_id] for request_id in live):
+                    if stream.closed:
+                        del streams[stream.request_id]
+                if streams and not any(stream.has_news for stream in streams.values()):
                     await asyncio.to_thread(self._step)
         finally:
-            self._close_streams(ids)
+            for stream in streams.values():
+                stream.close()
 
     # -- step by step -----------------------------------------------------------------------
 
@@ -197,46 +243,26 @@ class LLM:
             self.forget(ids)
 
     def _open_streams(self, ids: Sequence[str]) -> Iterator[Iterator[RequestOutput]]:
-        self._streams.update((request_id, deque()) for request_id in ids)
+        streams = [Stream(self, request_id) for request_id in ids]
 
-        def streams() -> Iterator[Iterator[RequestOutput]]:
+        def one_by_one() -> Iterator[Iterator[RequestOutput]]:
             try:
-                for request_id in ids:
-                    yield self._stream(request_id)
-            finally:
-                self._close_streams(ids)
+                yield from streams
+            except GeneratorExit:  # left early: the prompts not read yet are not wanted either
+                for stream in streams:
+                    stream.close()
+                raise
 
-        return streams()
-
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
-        while request_id in self._streams:
-            queue = self._streams[request_id]
-            if not queue:
-                self._step()
-                continue
-            output = queue.popleft()
-            yield output
-            if output.finished:
-                return
+        return one_by_one()
 
     def _step(self) -> StepRecord:
         """One iteration; what is new goes to the streams that are open."""
         record = self.engine.step()
-        if self._streams:
-            groups = self.engine.outputs.groups
-            for request_id, queue in self._streams.items():
-                group = groups.get(request_id)
-                if group is None or not group.has_news(record):
-                    continue
-                output = self.engine.outputs.output(request_id, delta=True)
-                if output.finished or any(part.text or part.token_ids for part in output.outputs):
-                    queue.append(output)
+        for request_id, news in list(self._news.items()):
+            group = self.engine.outputs.groups.get(request_id)
+            if group is not None and group.has_news(record):
+                news.append(self.engine.outputs.output(request_id, delta=True))
         return record
-
-    def _close_streams(self, ids: Sequence[str]) -> None:
-        for request_id in ids:
-            self._streams.pop(request_id, None)
-        self.forget(ids)
 
     def _next_id(self) -> str:
         """A, B ... Z, AA, AB ...: short enough to be read in a picture."""
@@ -254,8 +280,6 @@ def make_config(model: str, knobs: Mapping[str, Any]) -> EngineConfig:
     known = set(EngineConfig.__dataclass_fields__)
     unknown = sorted(set(knobs) - known)
     if unknown:
-        from minibatch.errors import ConfigError
-
         raise ConfigError(
             f"unknown knob {', '.join(unknown)}; EngineConfig has {', '.join(sorted(known))}."
         )

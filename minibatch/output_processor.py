@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from minibatch.detokenizer import IncrementalDetokenizer
+from minibatch.detokenizer import IncrementalDetokenizer, TextDecoder
 from minibatch.executor.base import SampledToken
 from minibatch.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minibatch.record import StepRecord
@@ -13,12 +13,10 @@ from minibatch.request import FinishReason, Request
 from minibatch.sampling_params import Logprob
 
 
-class TokenizerLike(Protocol):
+class TokenizerLike(TextDecoder, Protocol):
     """What the engine asks of a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass
@@ -85,7 +83,10 @@ class OutputProcessor:
             state.logprobs.append(self._with_text(sampled.logprobs))
             state.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
         reason = request.token_stop_reason(self.max_model_len)
-        if state.detokenizer is not None:
+        shown = (
+            reason is not FinishReason.STOP or request.sampling_params.include_stop_str_in_output
+        )
+        if state.detokenizer is not None and shown:  # an end token is no part of the text
             stop_string = state.detokenizer.append(sampled.token_id)
             if stop_string is not None and reason is not FinishReason.STOP:
                 reason = FinishReason.STOP

@@ -131,12 +131,12 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text, exactly: no "clean-up" of spaces before punctuation. Unknown ids are skipped."""
+        """The text, with no "clean-up" of spaces before punctuation. Unknown ids are skipped."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     @property
-    def chat_template(self) -> str | None:
-        """The model's Jinja template, if it has (one) one."""
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The model's Jinja template; rarely several by name, one of them ``default``."""
         return self._hf.chat_template
 
     def apply_chat_template(

@@ -326,28 +326,33 @@ def test_uniforms_match_plain_integers(seed: int, index: int, position: int) -> 
     assert 0 <= uniform <= LAST_UNIFORM
 
 
+ANY = SamplingParams()
+
+
+def draws(seeds: Any = 0, indices: Any = 0, positions: Any = 0) -> np.ndarray:
+    """Uniforms along the axes that are arrays."""
+    keys = np.stack(np.broadcast_arrays(seeds, indices, positions), axis=-1).tolist()
+    return np.array(uniforms([SamplingRow(ANY, (s, i), p) for s, i, p in keys]))
+
+
 def test_uniforms_are_uniform_along_every_axis() -> None:
     n, bins = 40_000, 100
-    for keys in (
-        [row(seed) for seed in range(n)],
-        [row(0, position) for position in range(n)],
-        [row(0, index=index) for index in range(n)],
-        [row(seed << 40) for seed in range(n)],
-    ):
-        counts = np.bincount((np.array(uniforms(keys)) * bins).astype(int), minlength=bins)
+    axis = np.arange(n)
+    for values in (draws(axis), draws(0, axis), draws(0, 0, axis), draws(axis << 40)):
+        counts = np.bincount((values * bins).astype(int), minlength=bins)
         assert chi_square(counts, np.full(bins, n / bins)) < limit(bins - 1)
 
 
 def test_neighbouring_draws_are_independent() -> None:
     n, bins = 40_000, 10
-    base = np.array(uniforms([row(seed, 5, index=3) for seed in range(n)]))
-    for neighbours in (
-        [row(seed + 1, 5, index=3) for seed in range(n)],
-        [row(seed, 6, index=3) for seed in range(n)],
-        [row(seed, 5, index=4) for seed in range(n)],
-        [row(seed, 3, index=5) for seed in range(n)],
+    seeds = np.arange(n)
+    base = draws(seeds, 3, 5)
+    for other in (
+        draws(seeds + 1, 3, 5),
+        draws(seeds, 4, 5),
+        draws(seeds, 3, 6),
+        draws(seeds, 5, 3),  # index and position are not interchangeable
     ):
-        other = np.array(uniforms(neighbours))
         pairs = (base * bins).astype(int) * bins + (other * bins).astype(int)
         counts = np.bincount(pairs, minlength=bins * bins)
         assert chi_square(counts, np.full(bins * bins, n / bins**2)) < limit(bins**2 - 1)
@@ -481,6 +486,7 @@ def test_an_empty_batch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_same_tokens_on_a_gpu() -> None:
     logits = random_logits(41, 64, 5000)
     batch = [

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         if args.trace:
             llm.engine.record_to(args.trace)
         tokenizer = llm.engine.tokenizer
-        if args.raw or tokenizer is None or not tokenizer.has_chat_template:
+        if args.raw or tokenizer is None or tokenizer.chat_template is None:
             ids = llm.submit(prompts, [params] * len(prompts))
         else:
             chats = [

@@ -58,14 +58,18 @@ class ModelRunner:
         if not output.scheduled:
             return {}
         batch = self._pack(output)
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.meta)  # [T, H]
-        return self._sample(hidden, batch)
+        return self._sample(self._forward(batch), batch)
 
     def close(self) -> None:
         """Drop weights and pools, whoever still holds this object."""
         self.model = self.kv_cache = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Final hidden states of the packed tokens, ``[T, H]``."""
+        assert self.model is not None and self.kv_cache is not None
+        return self.model(batch.input_ids, batch.positions, self.kv_cache, batch.meta)
 
     # -- before the forward pass --------------------------------------------------------------
 

@@ -7,6 +7,7 @@ carries it as GGUF; so a machine that can install packages can run a real model.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -125,7 +126,7 @@ def _from_hub(repo_id: str) -> Path:
         raise CheckpointError("the package huggingface_hub is not installed") from error
     try:
         folder = Path(snapshot_download(repo_id, local_files_only=True))
-        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        if (folder / "config.json").is_file() and _has_all_weights(folder):
             return folder
     except Exception:  # not in the local cache: go on to the network
         pass
@@ -135,6 +136,15 @@ def _from_hub(repo_id: str) -> Path:
         return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
     except Exception as error:  # of a dozen kinds, from several libraries and versions
         raise CheckpointError(f"{type(error).__name__}: {_first_line(str(error))}") from error
+
+
+def _has_all_weights(folder: Path) -> bool:
+    """False for what an interrupted download leaves: it is taken up again, not loaded."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return all((folder / shard).is_file() for shard in shards)
+    return (folder / "model.safetensors").is_file()
 
 
 def _from_wheel() -> Path:

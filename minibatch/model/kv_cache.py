@@ -7,8 +7,10 @@ t of a sequence lives in *slot* ``block_table[t // block_size] * block_size + t 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,14 +50,14 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
 
-        def pool(blocks: int, **where) -> Tensor:
-            shape = (blocks, block_size, config.num_kv_heads, config.head_dim)
-            return torch.zeros(config.num_layers, 2, *shape, dtype=dtype, **where)
-
+        layers, block = config.num_layers, (block_size, config.num_kv_heads, config.head_dim)
         # One spare block at the end takes what must be written nowhere (see `store`).
-        self._device_pool = pool(num_blocks + 1, device=self.device)
-        self._cpu_pool = pool(num_cpu_blocks, pin_memory=self.device.type == "cuda")
+        self._device_pool = _zeros(layers, 2, num_blocks + 1, *block, dtype=dtype, device=device)
         self._spare_slot = num_blocks * block_size
+        # In host memory a block is one piece, all layers together, so that it travels as one.
+        self._cpu_pool = _zeros(num_cpu_blocks, layers, 2, *block, dtype=dtype, device="cpu")
+        if self.device.type == "cuda":
+            self._cpu_pool = self._cpu_pool.pin_memory()
         self.keys = [layer[0, :num_blocks] for layer in self._device_pool]
         self.values = [layer[1, :num_blocks] for layer in self._device_pool]
         self._key_slots = [layer[0].flatten(0, 1) for layer in self._device_pool]
@@ -79,17 +81,29 @@ class KVCache:
     def swap_out(self, pairs: Sequence[Pair]) -> None:
         """Copy blocks from the device to the host: ``pairs`` of (device block, host block)."""
         self._check(pairs, self.num_blocks, self.num_cpu_blocks)
-        _copy(self._device_pool, self._cpu_pool, pairs)
+        for device_block, host_block in pairs:
+            # Need not be waited for: whatever reads either block next is queued behind it.
+            self._cpu_pool[host_block].copy_(
+                self._device_pool[:, :, device_block], non_blocking=True
+            )
 
     def swap_in(self, pairs: Sequence[Pair]) -> None:
         """Copy blocks from the host to the device: ``pairs`` of (host block, device block)."""
         self._check(pairs, self.num_cpu_blocks, self.num_blocks)
-        _copy(self._cpu_pool, self._device_pool, pairs)
+        for host_block, device_block in pairs:
+            self._device_pool[:, :, device_block].copy_(
+                self._cpu_pool[host_block], non_blocking=True
+            )
 
     def copy_blocks(self, pairs: Sequence[Pair]) -> None:
-        """Copy blocks within the device, for copy-on-write: ``pairs`` of (source, destination)."""
+        """Copy blocks within the device, for copy-on-write: ``pairs`` of (source, destination).
+
+        All sources are read before any destination is written.
+        """
         self._check(pairs, self.num_blocks, self.num_blocks)
-        _copy(self._device_pool, self._device_pool, pairs)
+        ids = torch.tensor(pairs, dtype=torch.int64, device=self.device).view(len(pairs), 2)
+        for layer in self._device_pool:  # [2, blocks, ...]; one by one, to hold little in between
+            layer.index_copy_(1, ids[:, 1], layer.index_select(1, ids[:, 0]))
 
     @staticmethod
     def _check(pairs: Sequence[Pair], num_sources: int, num_destinations: int) -> None:
@@ -101,13 +115,11 @@ class KVCache:
                 )
 
 
-def _copy(source: Tensor, destination: Tensor, pairs: Sequence[Pair]) -> None:
-    """Copy blocks of every layer. All sources are read before any destination is written."""
-    if not pairs:
-        return
-    ids = torch.tensor(pairs, dtype=torch.int64)  # [P, 2]
-    sources, destinations = ids[:, 0].to(source.device), ids[:, 1].to(destination.device)
-    # Layer by layer, so that the blocks in flight take one layer's memory, not the model's.
-    for from_layer, to_layer in zip(source, destination, strict=True):  # [2, blocks, ...]
-        blocks = from_layer.index_select(1, sources).to(destination.device)
-        to_layer.index_copy_(1, destinations, blocks)
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros. In host memory numpy's, which the operating system hands out page by page as they
+    are touched: a pool of some GiB costs nothing until it fills (torch's would write them all).
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(*shape)

@@ -31,7 +31,7 @@ class SafetensorsCheckpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in _weight_files(Path(folder)):
             file = _open(path)
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (a file handle, not a dict)
                 self._file_of[name] = file
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
 

@@ -94,9 +94,7 @@ class Scheduler(ABC):
         else:
             self.waiting.extend(family[1:])
 
-    def abort(
-        self, request_id: str, reason: FinishReason = FinishReason.ABORT
-    ) -> Request | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
         """Drop a request in any state; its blocks are free at once. None: no such request."""
         request = self.requests.get(request_id)
         if request is not None:
@@ -336,9 +334,7 @@ class Scheduler(ABC):
             victim.status = RequestStatus.WAITING
             self._recompute_victims.append(victim)
         culprit = victim_of.request_id if victim_of is not None else None
-        output.preempted.append(
-            Preemption(victim.request_id, mode.value, culprit, needed, free)
-        )
+        output.preempted.append(Preemption(victim.request_id, mode.value, culprit, needed, free))
 
     def _can_swap(self, victim: Request) -> bool:
         """Is there room in the CPU pool? (vLLM 0.6.0 dies when there is none.)"""

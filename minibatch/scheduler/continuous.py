@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from minibatch.config import SchedulerConfig
 from minibatch.record import Admission
 from minibatch.request import Request
 from minibatch.scheduler.base import Scheduler
@@ -38,8 +39,8 @@ class ContinuousScheduler(Scheduler):
     ends (a swapped request that could not come back), a victim is recomputed instead.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self.watermark = int(WATERMARK * self.config.num_gpu_blocks)
 
     @property
@@ -137,9 +138,7 @@ class ContinuousScheduler(Scheduler):
             self._run(output, request, num_tokens, budget)
         self.running.extendleft(reversed(queue))  # the budget did not reach them
 
-    def _make_room(
-        self, request: Request, queue: deque[Request], output: SchedulerOutput
-    ) -> bool:
+    def _make_room(self, request: Request, queue: deque[Request], output: SchedulerOutput) -> bool:
         """[preempt] Evict until one block is free, even if ``request``'s last block has room (a
         simplification of vLLM 0.6.0). False: nobody was left to evict but ``request`` itself.
         """

@@ -7,7 +7,10 @@ one piece, for prompt + ``max_tokens`` rounded up to a power of two (Orca's "Pow
 
 from __future__ import annotations
 
-from minibatch.request import Request
+from collections.abc import Callable, Mapping
+
+from minibatch.config import SchedulerConfig
+from minibatch.request import FinishReason, Request
 from minibatch.scheduler.base import Scheduler
 from minibatch.scheduler.output import SchedulerOutput
 
@@ -21,8 +24,8 @@ class DynamicScheduler(Scheduler):
     can_preempt = False
     can_share = False
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self._released = 0  # slots that the last step's finished requests left
 
     @property
@@ -65,7 +68,12 @@ class DynamicScheduler(Scheduler):
             self.running.append(request)
             output.schedule(request, request.num_tokens, "prefill")
 
-    def update(self, *args, **kwargs) -> list[Request]:
-        finished = super().update(*args, **kwargs)
+    def update(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, int],
+        stop: Callable[[Request], FinishReason | None],
+    ) -> list[Request]:
+        finished = super().update(output, sampled, stop)
         self._released = len(finished)
         return finished

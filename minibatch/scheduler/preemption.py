@@ -35,8 +35,7 @@ class ForcedPreemption:
         chosen = [
             request_id
             for request_id in reversed(running)
-            if request_id in named
-            or (self.probability and self.random.random() < self.probability)
+            if request_id in named or (self.probability and self.random.random() < self.probability)
         ][: self.left]
         self.left -= len(chosen)
         return chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from minibatch.config import SchedulerConfig
 from minibatch.request import FinishReason, Request, RequestStatus
 from minibatch.scheduler.base import Scheduler
 from minibatch.scheduler.output import SchedulerOutput
@@ -27,8 +28,8 @@ class StaticScheduler(Scheduler):
     can_preempt = False
     can_share = False
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self.batch: list[Request] = []  # its finished members included
 
     @property

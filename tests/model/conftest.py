@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
+def one_thread() -> Iterator[None]:
     """Tiny matrices run fastest on one thread, and machines are shared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

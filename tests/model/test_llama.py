@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from model_helpers import (
@@ -16,10 +18,14 @@ from model_helpers import (
     save,
     write_folder,
 )
+from transformers import LlamaForCausalLM as HFLlama
 
 from minibatch.model.config import ModelConfig
+from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_model, random_model
 from minibatch.model.presets import preset
+
+Pair = tuple[HFLlama, LlamaForCausalLM]  # the same weights, theirs and ours
 
 SHAPES = {
     "gqa 4/2": {},
@@ -35,14 +41,14 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """transformers' model and ours, of the plain shape."""
     theirs = hf_model(hf_config())
     return theirs, load_model(save(theirs, tmp_path_factory.mktemp("plain")))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_gives_transformers_logits(shape, tmp_path):
+def test_every_shape_gives_transformers_logits(shape: str, tmp_path: Path) -> None:
     theirs = hf_model(hf_config(**SHAPES[shape]))
     ours = load_model(save(theirs, tmp_path))
     tokens = random_tokens(23)
@@ -52,7 +58,7 @@ def test_every_shape_gives_transformers_logits(shape, tmp_path):
     assert ours.config.num_parameters == sum(p.numel() for p in theirs.parameters())
 
 
-def test_heads_that_do_not_divide_the_hidden_size(tmp_path):
+def test_heads_that_do_not_divide_the_hidden_size(tmp_path: Path) -> None:
     """Hidden 48, five heads of 8: transformers' config refuses it, its model would run it."""
     config = hf_config(
         hidden_size=48,
@@ -71,14 +77,14 @@ def test_heads_that_do_not_divide_the_hidden_size(tmp_path):
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("chunk", [1, 3, 7, 40])
-def test_chunks_and_block_sizes(pair, block_size, chunk):
+def test_chunks_and_block_sizes(pair: Pair, block_size: int, chunk: int | None) -> None:
     theirs, ours = pair
     tokens = random_tokens(33)
     logits = paged_logits(ours, tokens, chunk=chunk, block_size=block_size)
     assert_close(logits, hf_logits(theirs, tokens))
 
 
-def test_interleaved_sequences_in_one_packed_batch(pair):
+def test_interleaved_sequences_in_one_packed_batch(pair: Pair) -> None:
     """Prompts, chunks and decodes of five sequences, joining and leaving, share their steps."""
     theirs, ours = pair
     sequences = [random_tokens(length, seed=length) for length in (9, 1, 21, 6, 14)]
@@ -93,7 +99,7 @@ def test_interleaved_sequences_in_one_packed_batch(pair):
 
 
 @pytest.mark.parametrize("padding", [0, 4])
-def test_prompts_of_unequal_length_equal_single_runs(pair, padding):
+def test_prompts_of_unequal_length_equal_single_runs(pair: Pair, padding: int) -> None:
     """Static batching's trap: company, and padding tokens, must not be seen by anyone."""
     theirs, ours = pair
     sequences = [random_tokens(length) for length in (1, 4, 7)]
@@ -103,7 +109,7 @@ def test_prompts_of_unequal_length_equal_single_runs(pair, padding):
         assert_close(together[index], hf_logits(theirs, tokens))
 
 
-def test_generation_step_by_step(pair):
+def test_generation_step_by_step(pair: Pair) -> None:
     """A prompt in one step, then token after token, beside a neighbour twice as long."""
     theirs, ours = pair
     sequences = [random_tokens(12), random_tokens(24)]
@@ -114,7 +120,9 @@ def test_generation_step_by_step(pair):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.15), (torch.float16, 0.02)])
-def test_half_precision_stays_near_float32(tmp_path, dtype, tolerance):
+def test_half_precision_stays_near_float32(
+    tmp_path: Path, dtype: torch.dtype, tolerance: float
+) -> None:
     """Half precision rounds, differently in other company: only a tolerance can be promised."""
     theirs = hf_model(hf_config())
     folder = save(theirs, tmp_path)
@@ -129,7 +137,7 @@ def test_half_precision_stays_near_float32(tmp_path, dtype, tolerance):
     assert ours_off <= 1.5 * theirs_off  # no worse than transformers' own rounding
 
 
-def test_random_model_is_sane():
+def test_random_model_is_sane() -> None:
     """Every weight and every table is filled, the same for the same seed."""
     config = preset("tiny")
     model, again, other = (random_model(config, seed=seed) for seed in (1, 1, 2))
@@ -144,7 +152,7 @@ def test_random_model_is_sane():
     assert logits.shape == (10, config.vocab_size) and torch.isfinite(logits).all()
 
 
-def test_random_model_matches_transformers_on_shared_weights():
+def test_random_model_matches_transformers_on_shared_weights() -> None:
     """The views under checkpoint names are all that another implementation needs."""
     theirs = hf_model(hf_config())
     ours = random_model(ModelConfig.from_dict(config_json(theirs.config)), seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,22 +18,23 @@ from model_helpers import (
     save,
     write_folder,
 )
+from transformers import LlamaForCausalLM as HFLlama
 
 from minibatch.errors import CheckpointError, UnsupportedModelError
 from minibatch.model.loader import load_config, load_model
 
 
 @pytest.fixture
-def theirs():
+def theirs() -> HFLlama:
     return hf_model(hf_config())
 
 
 @pytest.fixture
-def tied():
+def tied() -> HFLlama:
     return hf_model(hf_config(tie_word_embeddings=True))
 
 
-def test_shards_load_as_one_file_does(theirs, tmp_path):
+def test_shards_load_as_one_file_does(theirs: HFLlama, tmp_path: Path) -> None:
     whole = load_model(save(theirs, tmp_path / "whole"))
     folder = save(theirs, tmp_path / "shards", max_shard_size="60KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -42,7 +44,7 @@ def test_shards_load_as_one_file_does(theirs, tmp_path):
         assert torch.equal(view, shards.checkpoint_views()[name]), name
 
 
-def test_weights_are_converted_on_the_way(theirs, tmp_path):
+def test_weights_are_converted_on_the_way(theirs: HFLlama, tmp_path: Path) -> None:
     half = save(theirs.to(torch.bfloat16), tmp_path)
     assert load_config(half).torch_dtype == "bfloat16"
     full = load_model(half, dtype=torch.float32)
@@ -51,7 +53,7 @@ def test_weights_are_converted_on_the_way(theirs, tmp_path):
         assert torch.equal(view, theirs.state_dict()[name].float()), name
 
 
-def test_loaded_weights_outlive_the_file(theirs, tmp_path):
+def test_loaded_weights_outlive_the_file(theirs: HFLlama, tmp_path: Path) -> None:
     folder = save(theirs, tmp_path)
     ours = load_model(folder)
     tokens = random_tokens(9)
@@ -60,13 +62,13 @@ def test_loaded_weights_outlive_the_file(theirs, tmp_path):
     assert torch.equal(paged_logits(ours, tokens), before)
 
 
-def test_end_tokens_of_a_chat_model(theirs, tmp_path):
+def test_end_tokens_of_a_chat_model(theirs: HFLlama, tmp_path: Path) -> None:
     folder = save(theirs, tmp_path)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
     assert load_config(folder).eos_token_ids == (2, 5)
 
 
-def test_tied_and_head_absent_is_shared(tied, tmp_path):
+def test_tied_and_head_absent_is_shared(tied: HFLlama, tmp_path: Path) -> None:
     tensors = {k: v for k, v in tied.state_dict().items() if k != "lm_head.weight"}
     ours = load_model(write_folder(tmp_path, config_json(tied.config), tensors))
     assert ours.lm_head is None
@@ -74,7 +76,7 @@ def test_tied_and_head_absent_is_shared(tied, tmp_path):
     assert_close(paged_logits(ours, tokens), hf_logits(tied, tokens))
 
 
-def test_tied_and_head_present_must_be_equal(tied, tmp_path):
+def test_tied_and_head_present_must_be_equal(tied: HFLlama, tmp_path: Path) -> None:
     tensors = dict(tied.state_dict())
     assert "lm_head.weight" in tensors
     ours = load_model(write_folder(tmp_path / "equal", config_json(tied.config), tensors))
@@ -82,18 +84,18 @@ def test_tied_and_head_present_must_be_equal(tied, tmp_path):
     assert_close(paged_logits(ours, tokens), hf_logits(tied, tokens))
     tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
     folder = write_folder(tmp_path / "different", config_json(tied.config), tensors)
-    with pytest.raises(CheckpointError, match="ties lm_head.*differs"):
+    with pytest.raises(CheckpointError, match=r"ties lm_head.*differs"):
         load_model(folder)
 
 
-def test_untied_and_head_absent_is_an_error(theirs, tmp_path):
+def test_untied_and_head_absent_is_an_error(theirs: HFLlama, tmp_path: Path) -> None:
     tensors = {k: v for k, v in theirs.state_dict().items() if k != "lm_head.weight"}
     folder = write_folder(tmp_path, config_json(theirs.config), tensors)
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
         load_model(folder)
 
 
-def test_every_trouble_with_tensors_is_told_at_once(theirs, tmp_path):
+def test_every_trouble_with_tensors_is_told_at_once(theirs: HFLlama, tmp_path: Path) -> None:
     tensors = dict(theirs.state_dict())
     del tensors["model.norm.weight"]
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(1)
@@ -108,7 +110,7 @@ def test_every_trouble_with_tensors_is_told_at_once(theirs, tmp_path):
     assert "model.layers.0.self_attn.k_proj.weight is [48, 64] and should be [32, 64]" in message
 
 
-def test_long_lists_of_names_are_cut(theirs, tmp_path):
+def test_long_lists_of_names_are_cut(theirs: HFLlama, tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path, config_json(theirs.config), {"model.norm.weight": torch.ones(64)}
     )
@@ -116,19 +118,19 @@ def test_long_lists_of_names_are_cut(theirs, tmp_path):
         load_model(folder)
 
 
-def test_frequencies_saved_by_old_transformers_are_ignored(theirs, tmp_path):
+def test_frequencies_saved_by_old_transformers_are_ignored(theirs: HFLlama, tmp_path: Path) -> None:
     tensors = theirs.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     load_model(write_folder(tmp_path, config_json(theirs.config), tensors))
 
 
-def test_integers_are_no_weights(theirs, tmp_path):
+def test_integers_are_no_weights(theirs: HFLlama, tmp_path: Path) -> None:
     tensors = theirs.state_dict() | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}
     folder = write_folder(tmp_path, config_json(theirs.config), tensors)
-    with pytest.raises(CheckpointError, match="model.norm.weight.*int8"):
+    with pytest.raises(CheckpointError, match=r"model.norm.weight.*int8"):
         load_model(folder)
 
 
-def test_another_architecture_is_named(theirs, tmp_path):
+def test_another_architecture_is_named(theirs: HFLlama, tmp_path: Path) -> None:
     config = config_json(theirs.config) | {"architectures": ["Qwen2ForCausalLM"]}
     folder = write_folder(tmp_path, config, theirs.state_dict())
     with pytest.raises(UnsupportedModelError, match="Qwen2ForCausalLM"):
@@ -136,50 +138,52 @@ def test_another_architecture_is_named(theirs, tmp_path):
 
 
 class TestMissingAndDamagedFiles:
-    def test_no_folder(self, tmp_path):
+    def test_no_folder(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="there is no folder"):
             load_model(tmp_path / "nowhere")
 
-    def test_no_config(self, tmp_path):
-        with pytest.raises(CheckpointError, match="no config.json"):
+    def test_no_config(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=r"no config.json"):
             load_model(tmp_path)
 
     @pytest.mark.parametrize("text", ["{", "[1]"])
-    def test_config_is_not_an_object(self, text, tmp_path):
+    def test_config_is_not_an_object(self, text: str, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match="config.json"):
+        with pytest.raises(CheckpointError, match=r"config.json"):
             load_model(tmp_path)
 
-    def test_no_weights(self, theirs, tmp_path):
+    def test_no_weights(self, theirs: HFLlama, tmp_path: Path) -> None:
         theirs.config.save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text(json.dumps(config_json(theirs.config)))
-        with pytest.raises(CheckpointError, match="neither model.safetensors nor"):
+        with pytest.raises(CheckpointError, match=r"neither model.safetensors nor"):
             load_model(tmp_path)
 
-    def test_pickles_are_refused(self, theirs, tmp_path):
+    def test_pickles_are_refused(self, theirs: HFLlama, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config_json(theirs.config)))
         torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match="pytorch_model.bin.*convert them to safetensors"):
+        with pytest.raises(
+            CheckpointError, match=r"pytorch_model.bin.*convert them to safetensors"
+        ):
             load_model(tmp_path)
 
-    def test_a_shard_is_missing(self, theirs, tmp_path):
+    def test_a_shard_is_missing(self, theirs: HFLlama, tmp_path: Path) -> None:
         folder = save(theirs, tmp_path, max_shard_size="60KB")
         gone = sorted(folder.glob("*.safetensors"))[1]
         gone.unlink()
         with pytest.raises(CheckpointError, match=gone.name):
             load_model(folder)
 
-    def test_an_index_without_shards(self, theirs, tmp_path):
+    def test_an_index_without_shards(self, theirs: HFLlama, tmp_path: Path) -> None:
         folder = save(theirs, tmp_path)
         (folder / "model.safetensors.index.json").write_text("{}")
         with pytest.raises(CheckpointError, match="0 shards"):
             load_model(folder)
 
     @pytest.mark.parametrize("keep", [0, 5, 200, 0.5, 0.99])
-    def test_weights_are_cut_short(self, theirs, tmp_path, keep):
+    def test_weights_are_cut_short(self, theirs: HFLlama, tmp_path: Path, keep: float) -> None:
         folder = save(theirs, tmp_path)
         path = folder / "model.safetensors"
         whole = path.read_bytes()
         path.write_bytes(whole[: keep if isinstance(keep, int) else int(keep * len(whole))])
-        with pytest.raises(CheckpointError, match="model.safetensors is cut short or damaged"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is cut short or damaged"):
             load_model(folder)

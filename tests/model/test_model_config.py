@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -31,11 +32,11 @@ LLAMA3 = {
 }
 
 
-def read(generation=None, /, **changes):
+def read(generation: dict[str, Any] | None = None, /, **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict(BASE | changes, generation)
 
 
-def test_the_plain_case():
+def test_the_plain_case() -> None:
     config = read()
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (2, 6, 2)
     assert config.head_dim == 8
@@ -44,13 +45,13 @@ def test_the_plain_case():
     assert (config.eos_token_ids, config.bos_token_id, config.torch_dtype) == ((), None, "float32")
 
 
-def test_head_dim_frees_the_hidden_size():
+def test_head_dim_frees_the_hidden_size() -> None:
     assert read(num_attention_heads=5, num_key_value_heads=5, head_dim=8).head_dim == 8
     with pytest.raises(ConfigError, match=r"48.*5.*head_dim"):
         read(num_attention_heads=5, num_key_value_heads=5)
 
 
-def test_absent_kv_heads_mean_one_a_head():
+def test_absent_kv_heads_mean_one_a_head() -> None:
     assert read(num_key_value_heads=None).num_kv_heads == 6
 
 
@@ -63,12 +64,12 @@ def test_absent_kv_heads_mean_one_a_head():
         {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
     ],
 )
-def test_theta_is_found_wherever_it_stands(changes):
+def test_theta_is_found_wherever_it_stands(changes: dict[str, Any]) -> None:
     assert read(**changes).rope == RopeConfig("plain", 5e5)
 
 
 @pytest.mark.parametrize("form", ["rope_type", "type"])
-def test_rope_scaling_of_both_forms(form):
+def test_rope_scaling_of_both_forms(form: str) -> None:
     linear = read(rope_theta=2e4, rope_scaling={form: "linear", "factor": 4.0})
     assert linear.rope == RopeConfig("linear", 2e4, 4.0)
     assert linear.context_length == 256
@@ -83,7 +84,7 @@ def test_rope_scaling_of_both_forms(form):
     assert llama3.context_length == 64 and not llama3.rope.depends_on_prompt_length
 
 
-def test_rope_that_we_do_not_run_is_named():
+def test_rope_that_we_do_not_run_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match="'yarn'"):
         read(rope_scaling={"rope_type": "yarn", "factor": 2.0})
     with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor is 0\.5"):
@@ -91,14 +92,14 @@ def test_rope_that_we_do_not_run_is_named():
 
 
 @pytest.mark.parametrize("key", sorted(set(LLAMA3) - {"rope_type"}))
-def test_rope_settings_have_no_defaults(key):
+def test_rope_settings_have_no_defaults(key: str) -> None:
     scaling = {name: value for name, value in LLAMA3.items() if name != key}
     with pytest.raises(CheckpointError, match=key):
         read(rope_scaling=scaling)
 
 
 @pytest.mark.parametrize("eos", [5, [2, 5]])
-def test_end_tokens_are_an_int_or_a_list(eos):
+def test_end_tokens_are_an_int_or_a_list(eos: int | list[int]) -> None:
     expected = (5,) if eos == 5 else (2, 5)
     assert read(eos_token_id=eos).eos_token_ids == expected
     assert read({"eos_token_id": eos}, eos_token_id=7).eos_token_ids == expected
@@ -106,12 +107,12 @@ def test_end_tokens_are_an_int_or_a_list(eos):
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_dtype_of_both_spellings(key):
+def test_dtype_of_both_spellings(key: str) -> None:
     assert read(**{key: "bfloat16"}).torch_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("key", sorted(set(BASE) - {"architectures", "num_key_value_heads"}))
-def test_missing_keys_are_named(key):
+def test_missing_keys_are_named(key: str) -> None:
     with pytest.raises(CheckpointError, match=key):
         ModelConfig.from_dict({name: value for name, value in BASE.items() if name != key})
 
@@ -125,7 +126,7 @@ def test_missing_keys_are_named(key):
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],
 )
-def test_other_models_are_refused_by_name(changes, named):
+def test_other_models_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         read(**changes)
 
@@ -146,12 +147,12 @@ def test_other_models_are_refused_by_name(changes, named):
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor"),
     ],
 )
-def test_impossible_values(changes, message):
+def test_impossible_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**changes)
 
 
-def test_rope_config_checks_itself():
+def test_rope_config_checks_itself() -> None:
     with pytest.raises(ConfigError, match="'yarn' is none of plain"):
         RopeConfig("yarn")
     with pytest.raises(ConfigError, match="3 divisors, a head_dim of 16 needs 8"):
@@ -160,7 +161,7 @@ def test_rope_config_checks_itself():
         replace(preset("tiny"), rope=RopeConfig("divisors", divisors=(1.0, 1.0, 1.0)))
 
 
-def test_published_sizes():
+def test_published_sizes() -> None:
     published = {
         "llama-2-7b": (6_738_415_616, 524_288),
         "llama-3-8b": (8_030_261_248, 131_072),
@@ -174,7 +175,7 @@ def test_published_sizes():
         preset("llama-9")
 
 
-def test_shapes_and_names_need_no_torch():
+def test_shapes_and_names_need_no_torch() -> None:
     modules = "minibatch.model.config, minibatch.model.presets, minibatch.model.hub"
     check = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

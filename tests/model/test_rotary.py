@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ from model_helpers import (
     save,
     write_folder,
 )
+from transformers import LlamaForCausalLM as HFLlama
 
+from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_model
 from minibatch.model.rotary import rotate
 
@@ -35,7 +39,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 
 
-def rope_pair(folder, rope_parameters):
+def rope_pair(folder: Path, rope_parameters: dict[str, Any]) -> tuple[HFLlama, LlamaForCausalLM]:
     config = hf_config(rope_parameters=rope_parameters, max_position_embeddings=ORIGINAL)
     theirs = hf_model(config)
     return theirs, load_model(save(theirs, folder), max_model_len=256)
@@ -44,13 +48,15 @@ def rope_pair(folder, rope_parameters):
 @pytest.mark.parametrize("rope", [LINEAR, DYNAMIC, LLAMA3], ids=lambda rope: rope["rope_type"])
 @pytest.mark.parametrize("length", [32, 64, 65, 100])
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_scaled_rope_gives_transformers_logits(rope, length, chunk, tmp_path):
+def test_scaled_rope_gives_transformers_logits(
+    rope: dict[str, Any], length: int, chunk: int | None, tmp_path: Path
+) -> None:
     theirs, ours = rope_pair(tmp_path, rope)
     tokens = random_tokens(length)
     assert_close(paged_logits(ours, tokens, chunk=chunk), hf_logits(theirs, tokens))
 
 
-def test_dynamic_rope_is_unscaled_up_to_the_original_length(tmp_path):
+def test_dynamic_rope_is_unscaled_up_to_the_original_length(tmp_path: Path) -> None:
     _, dynamic = rope_pair(tmp_path / "dynamic", DYNAMIC)
     _, plain = rope_pair(tmp_path / "plain", {"rope_type": "default", "rope_theta": 10_000.0})
     short, long = random_tokens(32), random_tokens(100)
@@ -60,7 +66,9 @@ def test_dynamic_rope_is_unscaled_up_to_the_original_length(tmp_path):
 
 @pytest.mark.parametrize("prompt_length", [40, 60, 80])
 @pytest.mark.parametrize("chunk", [None, 9])
-def test_dynamic_rope_generates_as_transformers_does(prompt_length, chunk, tmp_path):
+def test_dynamic_rope_generates_as_transformers_does(
+    prompt_length: int, chunk: int | None, tmp_path: Path
+) -> None:
     """Within, across and beyond the original length, with transformers' own KV cache."""
     theirs, ours = rope_pair(tmp_path, DYNAMIC)
     prompt = random_tokens(prompt_length)
@@ -89,7 +97,7 @@ def test_dynamic_rope_generates_as_transformers_does(prompt_length, chunk, tmp_p
     assert_close(recomputed[prompt_length - 1 :], expected)
 
 
-def test_dynamic_rope_does_not_see_neighbours(tmp_path):
+def test_dynamic_rope_does_not_see_neighbours(tmp_path: Path) -> None:
     _, ours = rope_pair(tmp_path, DYNAMIC)
     short, long = random_tokens(20), random_tokens(100)
     together = PagedDriver(ours, [short, long]).step({0: 20, 1: 100})
@@ -97,14 +105,14 @@ def test_dynamic_rope_does_not_see_neighbours(tmp_path):
     assert_close(together[1], paged_logits(ours, long), 1e-5)
 
 
-def test_dynamic_rope_insists_on_prompt_lengths(tmp_path):
+def test_dynamic_rope_insists_on_prompt_lengths(tmp_path: Path) -> None:
     _, ours = rope_pair(tmp_path, DYNAMIC)
     with pytest.raises(ValueError, match="prompt_lens"):
         ours.rotary(torch.arange(3), None, torch.float32)
 
 
 @pytest.mark.parametrize("theta", [None, 500_000.0])
-def test_old_and_new_config_give_equal_logits(theta, tmp_path):
+def test_old_and_new_config_give_equal_logits(theta: float | None, tmp_path: Path) -> None:
     """transformers 5 moved theta into rope_parameters; a reader of one form misses the other."""
     given = {} if theta is None else {"rope_theta": theta}
     theirs = hf_model(hf_config(rope_parameters={"rope_type": "default", **given}))
@@ -121,7 +129,7 @@ def test_old_and_new_config_give_equal_logits(theta, tmp_path):
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("rope", [LINEAR, DYNAMIC, LLAMA3], ids=lambda rope: rope["rope_type"])
-def test_old_rope_scaling(rope, key, tmp_path):
+def test_old_rope_scaling(rope: dict[str, Any], key: str, tmp_path: Path) -> None:
     theirs, _ = rope_pair(tmp_path / "new", rope)
     config = config_json(theirs.config)
     del config["rope_parameters"]
@@ -134,7 +142,7 @@ def test_old_rope_scaling(rope, key, tmp_path):
     assert_close(paged_logits(ours, tokens), hf_logits(theirs, tokens))
 
 
-def test_rotate_turns_each_pair_by_its_angle():
+def test_rotate_turns_each_pair_by_its_angle() -> None:
     angles = torch.tensor([[0.3, -1.2]])
     cos, sin = angles.cos().repeat(1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
     x = torch.randn(1, 3, 4)  # three heads of two pairs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from model_helpers import PagedDriver, assert_close, hf_logits, paged_logits
@@ -9,8 +11,11 @@ from transformers import AutoConfig
 from transformers import LlamaForCausalLM as HFLlama
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_config, load_model
 from minibatch.model.presets import preset
+
+pytestmark = pytest.mark.smollm2
 
 # SmolLM2's ids of "The capital of France is Paris. The capital of Italy is", and of a
 # question about planets.
@@ -19,12 +24,12 @@ PLANETS = [1780, 359, 260, 9244, 281, 653, 3693, 817, 47]
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2_path):
+def ours(smollm2_path: Path) -> LlamaForCausalLM:
     return load_model(smollm2_path, max_model_len=256)
 
 
 @pytest.fixture(scope="module")
-def theirs(smollm2_path):
+def theirs(smollm2_path: Path) -> HFLlama:
     """transformers' own reading of the file (its ``from_pretrained`` would ask for accelerate)."""
     config = AutoConfig.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
     with torch.device("meta"):
@@ -38,7 +43,7 @@ def theirs(smollm2_path):
     return model.eval()
 
 
-def test_config_is_the_published_shape(smollm2_path):
+def test_config_is_the_published_shape(smollm2_path: Path) -> None:
     found, published = load_config(smollm2_path), preset("smollm2-135m")
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                  "num_kv_heads", "head_dim", "max_position_embeddings", "rope",
@@ -47,14 +52,14 @@ def test_config_is_the_published_shape(smollm2_path):
     assert found.rms_norm_eps == pytest.approx(published.rms_norm_eps)
 
 
-def test_logits_equal_transformers(ours, theirs):
+def test_logits_equal_transformers(ours: LlamaForCausalLM, theirs: HFLlama) -> None:
     for tokens in (CAPITALS, PLANETS):
         expected = hf_logits(theirs, tokens)
         assert_close(paged_logits(ours, tokens, block_size=16), expected)
         assert_close(paged_logits(ours, tokens, chunk=5, block_size=4), expected)
 
 
-def test_it_generates_what_transformers_generates(ours, theirs):
+def test_it_generates_what_transformers_generates(ours: LlamaForCausalLM, theirs: HFLlama) -> None:
     """Greedy, with a neighbour in every step, and the answer is not gibberish."""
     expected = theirs.generate(
         torch.tensor([CAPITALS]),

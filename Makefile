@@ -1,0 +1,42 @@
+# `make demo` runs the main job, `make test` the tests. Each sets up what it needs.
+#
+# On Linux, PyPI's torch brings CUDA along (some GB). For the small CPU build:
+#   make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+MODEL ?= smollm2-135m
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo
+	@mkdir -p runs
+	$(BIN)/python -m minibatch run --model $(MODEL) --file data/prompts/demo.txt \
+		--max-num-seqs 4 --max-tokens 48 --temperature 0 --show-steps \
+		--trace runs/demo.jsonl.gz
+	@echo "Recorded in runs/demo.jsonl.gz; look again: $(BIN)/python -m minibatch trace show runs/demo.jsonl.gz"
+
+test: $(VENV)/.test lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(VENV)/.demo
+	$(BIN)/python benchmarks/smoke.py
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	touch $@
