@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from minibatch.clock import SystemClock
+from minibatch.closing import Closing
 from minibatch.config import PreemptionMode, SchedulerConfig
 from minibatch.errors import (
     DuplicateRequestError,
@@ -44,7 +44,7 @@ class _Step:
     schedule_s: float
 
 
-class Engine:
+class Engine(Closing):
     """Continuous batching over any executor.
 
     Args:
@@ -145,18 +145,19 @@ class Engine:
                 )
             now = self.clock() if arrival_s is None else arrival_s
             family = self._make_family(request_id, token_ids, params, now)
-            try:
-                self.scheduler.add(family[0], family[1:])
-            except RequestTooLargeError as error:
-                self._refused.append(
-                    Refusal(request_id, str(error), error.needed, error.available, error.knob)
-                )
-                raise
-            self.outputs.release(request_id)  # an earlier, finished request of that name
-            self.outputs.add(request_id, text, family)
-            self._arrived += [
-                Arrival(r.request_id, now, r.num_prompt_tokens, r.max_tokens) for r in family
-            ]
+            with deferred_interrupts():
+                try:
+                    self.scheduler.add(family[0], family[1:])
+                except RequestTooLargeError as error:
+                    self._refused.append(
+                        Refusal(request_id, str(error), error.needed, error.available, error.knob)
+                    )
+                    raise
+                self.outputs.release(request_id)  # an earlier, finished request of that name
+                self.outputs.add(request_id, text, family)
+                self._arrived += [
+                    Arrival(r.request_id, now, r.num_prompt_tokens, r.max_tokens) for r in family
+                ]
 
     def abort(self, request_id: str) -> bool:
         """Drop a request, in whatever state it is; False if there is no such live request."""
@@ -231,7 +232,7 @@ class Engine:
             lambda request: self.outputs.take_token(request, sampled[request.request_id]),
         )
         self._pending = None
-        for request_id in sampled.keys() - tokens.keys():
+        for request_id in sorted(sampled.keys() - tokens.keys()):
             self._end(request_id, FinishReason.ERROR)
         for request_id in sorted(self._doomed):
             self._end(request_id, FinishReason.ABORT)
@@ -292,6 +293,7 @@ class Engine:
         """Also write every further record to a trace file, readable at any time."""
         if self._writer is not None:
             self._writer.close()
+            self._writer = None
         self._writer = TraceWriter(path, self.trace.meta)
         return self._writer
 
@@ -310,17 +312,6 @@ class Engine:
             if self._writer is not None:
                 self._writer.close()
             self.executor.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- at the door --------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ import asyncio
 import string
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
+from minibatch.closing import Closing
 from minibatch.config import EngineConfig
 from minibatch.engine import Engine
 from minibatch.errors import ConfigError, InvalidRequestError
@@ -67,7 +67,7 @@ class Stream(Iterator[RequestOutput]):
         self.close()
 
 
-class LLM:
+class LLM(Closing):
     """A model and its engine.
 
     Args:
@@ -214,17 +214,6 @@ class LLM:
     def close(self) -> None:
         """Give weights, cache and buffers back. Idempotent."""
         self.engine.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- how ----------------------------------------------------------------------------------
 

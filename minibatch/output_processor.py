@@ -76,7 +76,9 @@ class OutputProcessor:
 
     def take_token(self, request: Request, sampled: SampledToken) -> FinishReason | None:
         """Take one new token, already at the end of ``request.token_ids``; does it end there?"""
-        state = self.sequences[request.request_id]
+        state = self.sequences.get(request.request_id)
+        if state is None:  # released while its last step was pending: nobody will ask for it
+            return None
         assert sampled.token_id is not None
         state.metrics.num_generated_tokens = request.num_output_tokens
         if sampled.logprobs is not None:
@@ -96,12 +98,15 @@ class OutputProcessor:
     def take_record(self, record: StepRecord) -> None:
         """Note the times of what this step did."""
         for admission in record.admitted:
-            state = self.sequences[admission.request_id]
-            if state.metrics.first_scheduled_time is None:
+            state = self.sequences.get(admission.request_id)
+            if state is not None and state.metrics.first_scheduled_time is None:
                 state.metrics.first_scheduled_time = record.start_s
                 state.num_cached_tokens = admission.prefix_hit_tokens
         for request_id in record.sampled:
-            metrics = self.sequences[request_id].metrics
+            state = self.sequences.get(request_id)
+            if state is None:
+                continue
+            metrics = state.metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = record.end_s
             metrics.last_token_time = record.end_s
@@ -112,6 +117,8 @@ class OutputProcessor:
         """It ended, one way or another; text that was held back is let go."""
         state = self.sequences.get(request_id)
         if state is None or state.metrics.finished_time is not None:
+            return
+        if state.request.finish_reason is None:  # an earlier request of that name ended
             return
         state.metrics.finished_time = time_s
         state.metrics.num_preemptions = state.request.num_preemptions
@@ -138,7 +145,8 @@ class OutputProcessor:
         """Forget a request. Unknown ids are passed over."""
         group = self.groups.pop(request_id, None)
         for member in group.members if group else ():
-            del self.sequences[member.request.request_id]
+            if self.sequences.get(member.request.request_id) is member:
+                del self.sequences[member.request.request_id]
 
     def _completion(self, state: SequenceState, delta: bool) -> CompletionOutput:
         request = state.request

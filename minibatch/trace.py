@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
+from minibatch.closing import Closing
 from minibatch.errors import TraceFormatError
 from minibatch.record import Arrival, StepRecord, one_line
 
@@ -116,7 +117,10 @@ class Trace:
             if meta is None:
                 meta = _read_meta(path, number, data)
             elif kind == "step":
-                steps.append(StepRecord.from_dict(data))
+                try:
+                    steps.append(StepRecord.from_dict(data))
+                except (TypeError, AttributeError) as error:
+                    raise TraceFormatError(f"{path}, line {number}: no step ({error}).") from error
             elif kind == "summary":
                 summary = {key: value for key, value in data.items() if key != "kind"}
         if meta is None:
@@ -183,14 +187,14 @@ class Trace:
         return timeline
 
 
-class TraceWriter:
+class TraceWriter(Closing):
     """Writes a trace while the run goes on; holds one step in memory, plus totals.
 
     The file is a readable trace after every ``write``; ``close`` adds the summary line.
     """
 
     def __init__(self, path: str | Path, meta: TraceMeta) -> None:
-        self._file = _open(Path(path), "wt")
+        self._file = _open_to_write(Path(path))
         self._totals = _Totals()
         self._line({"kind": "meta", **asdict(meta)})
 
@@ -202,17 +206,6 @@ class TraceWriter:
         if not self._file.closed:
             self._line({"kind": "summary", **self._totals.as_dict()})
             self._file.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _line(self, data: dict[str, Any]) -> None:
         # Whole lines, flushed, so that an interrupted run leaves a readable file.
@@ -282,20 +275,21 @@ class _Totals:
         return asdict(self)
 
 
-def _open(path: Path, mode: str) -> IO[str]:
+def _open_to_write(path: Path) -> IO[str]:
     if path.suffix == ".gz":
-        return gzip.open(path, mode, encoding="utf-8")  # type: ignore[return-value]
-    return open(path, mode, encoding="utf-8")
+        return gzip.open(path, "wt", encoding="utf-8")  # type: ignore[return-value]
+    return open(path, "w", encoding="utf-8")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each whole line; a cut end is passed over."""
-    with _open(path, "rt") as file:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as file:  # bytes: the cut may be inside a character
         number = 0
         while True:
             try:
                 line = file.readline()
-            except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 if number == 0:
                     raise TraceFormatError(f"{path}: not a trace file ({error}).") from error
                 return
@@ -304,8 +298,8 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             number += 1
             try:
                 data = json.loads(line)
-            except json.JSONDecodeError as error:
-                if number > 1 and not line.endswith("\n"):
+            except ValueError as error:  # no JSON, or no UTF-8
+                if number > 1 and not line.endswith(b"\n"):
                     return
                 raise TraceFormatError(f"{path}, line {number}: {error}.") from error
             if not isinstance(data, dict):
@@ -316,9 +310,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _read_meta(path: Path, number: int, data: dict[str, Any]) -> TraceMeta:
     if data.get("format") != FORMAT:
         raise TraceFormatError(f"{path}, line {number}: expected a {FORMAT} meta line.")
-    if data.get("version", 0) > VERSION:
+    version = data.get("version")
+    if not isinstance(version, int):
+        raise TraceFormatError(f"{path}, line {number}: version {version!r} is no number.")
+    if version > VERSION:
         raise TraceFormatError(
-            f"{path} is of version {data['version']}; this minibatch reads up to {VERSION}. "
+            f"{path} is of version {version}; this minibatch reads up to {VERSION}. "
             "Upgrade minibatch-lab."
         )
     known = {name: data[name] for name in TraceMeta.__dataclass_fields__ if name in data}

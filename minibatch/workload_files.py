@@ -190,9 +190,7 @@ def read_burstgpt(path: str | Path, model: str | None = None) -> Workload:
             time = float(row["Timestamp"])
             first = first if requests else time
             prompt_len = _whole(row, "Request tokens")
-            requests.append(
-                RequestSpec(f"r{len(requests)}", time - first, prompt_len, output_len)
-            )
+            requests.append(RequestSpec(f"r{len(requests)}", time - first, prompt_len, output_len))
         except ValueError as error:
             raise WorkloadFormatError(path, line, str(error)) from error
     note = f"{failed} failed requests left out" if failed else ""

@@ -119,7 +119,7 @@ def _zeros(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tenso
     """Zeros. In host memory numpy's, which the operating system hands out page by page as they
     are touched: a pool of some GiB costs nothing until it fills (torch's would write them all).
     """
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != "cpu" or 0 in shape:
         return torch.zeros(*shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(*shape)

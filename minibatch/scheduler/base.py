@@ -186,6 +186,7 @@ class Scheduler(ABC):
         Raises:
             NoProgressError: the last many steps brought no request nearer to its end.
         """
+        self._check_progress()
         output = SchedulerOutput(self.step)
         self.step += 1
         if self.forced_preemption is not None or self._preempt_next:
@@ -240,7 +241,8 @@ class Scheduler(ABC):
                 self._finish(request, reason)
                 finished.append(request)
         filling = output.held_back is not None and output.held_back.reason == "batch_filling"
-        self._watch_progress(output, bool(sampled) or filling or not self.requests)
+        progressed = bool(sampled) or filling or not self.requests
+        self._steps_without_a_token = 0 if progressed else self._steps_without_a_token + 1
         return finished
 
     def drop_rows(self, output: SchedulerOutput) -> None:
@@ -375,23 +377,24 @@ class Scheduler(ABC):
 
     # -- watching itself ----------------------------------------------------------------------
 
-    def _watch_progress(self, output: SchedulerOutput, progressed: bool) -> None:
+    def _check_progress(self) -> None:
         """vLLM can evict and re-admit for ever; an honest engine says so instead.
 
         Between two sampled tokens lie at most the chunks of every prompt there is, so many more
         steps than that without one is a livelock.
         """
-        self._steps_without_a_token = 0 if progressed else self._steps_without_a_token + 1
-        if self._steps_without_a_token < 1000:
+        steps = self._steps_without_a_token
+        if steps < 1000:
             return
         budget = self.config.max_num_batched_tokens
         tokens = sum(request.num_tokens for request in self.requests.values())
-        if self._steps_without_a_token > 1000 + 4 * (tokens // budget + len(self.requests)):
+        if steps > 1000 + 4 * (tokens // budget + len(self.requests)):
+            self._steps_without_a_token = 0  # whoever aborts some requests may go on
             raise NoProgressError(
-                f"{self._steps_without_a_token} steps without a sampled token: "
+                f"{steps} steps without a sampled token: "
                 f"{len(self.running)} running, {len(self.waiting)} waiting, "
-                f"{len(self.swapped)} swapped, {output.free_blocks} blocks free. Raise "
-                "num_gpu_blocks, or lower max_num_seqs."
+                f"{len(self.swapped)} swapped, {self.block_manager.num_free_blocks} blocks "
+                "free. Raise num_gpu_blocks, or lower max_num_seqs."
             )
 
     def check_invariants(self) -> None:

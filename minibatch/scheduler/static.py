@@ -100,6 +100,8 @@ class StaticScheduler(Scheduler):
             return
         request.finish_reason = reason
         request.status = RequestStatus.FINISHED
+        # Its row is fed its last token again. (After an error that token has its KV already.)
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         self.running.remove(request)
         del self.requests[request.request_id]
         if not self.running:
