@@ -61,6 +61,7 @@ class BlockChanges:
     freed: dict[str, list[int]] = field(default_factory=dict)
     cpu_allocated: dict[str, list[int]] = field(default_factory=dict)
     cpu_freed: dict[str, list[int]] = field(default_factory=dict)
+    cached: dict[int, None] = field(default_factory=dict)  # became free but findable; a set
 
 
 class BlockManager:
@@ -200,7 +201,7 @@ class BlockManager:
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self.free_queue[block]
-                self.num_cached_blocks -= 1
+                self._no_longer_cached(block)
             self.ref_counts[block] += 1
         request.block_table.extend(blocks)
         self._log(self.changes.allocated, request, list(blocks))
@@ -317,7 +318,7 @@ class BlockManager:
         del self.free_queue[block]
         self.ref_counts[block] = 1
         if self.node_of[block] is not None:
-            self.num_cached_blocks -= 1
+            self._no_longer_cached(block)
             self._unpublish(block)
 
     def _release(self, block: int) -> None:
@@ -328,6 +329,11 @@ class BlockManager:
                 self.free_queue.move_to_end(block, last=False)
             else:
                 self.num_cached_blocks += 1
+                self.changes.cached[block] = None
+
+    def _no_longer_cached(self, block: int) -> None:
+        self.num_cached_blocks -= 1
+        self.changes.cached.pop(block, None)
 
     def _unpublish(self, block: int) -> None:
         node = self.node_of[block]

@@ -75,8 +75,9 @@ def least_seconds(trace: Trace, cost_model: CostModel) -> float:
             hit = max(cached.get(admission.request_id, 0), admission.prefix_hit_tokens)
             cached[admission.request_id] = hit
     flops = kv_tokens = 0
+    requests = trace.requests
     for request_id, count in generated.items():
-        prompt = trace.requests[request_id].num_prompt_tokens
+        prompt = requests[request_id].num_prompt_tokens
         last = prompt + count - 1  # context of its last step
         new = last - cached[request_id]
         flops += cost_model.work([(new, last, 0, False)]).flops

@@ -253,6 +253,16 @@ class CostModel:
             swapped_tokens=swapped * block_size,
         )
 
+    def useful_flops(self, record: StepRecord) -> int:
+        """FLOPs of a recorded step, all padding left out."""
+        sampled = record.sampled
+        rows = [
+            (row.num_tokens, row.context_len, 0, row.request_id in sampled)
+            for row in record.scheduled
+            if row.num_tokens
+        ]
+        return self.work(rows).flops
+
     # -- how long it takes --------------------------------------------------------------------
 
     def cost(self, work: StepWork) -> StepCost:

@@ -279,6 +279,7 @@ class Engine(Closing):
             blocks_allocated=changes.allocated,
             blocks_freed=changes.freed,
             blocks_copied=tuple(output.copies),
+            blocks_cached=tuple(changes.cached),
             cpu_blocks_allocated=changes.cpu_allocated,
             cpu_blocks_freed=changes.cpu_freed,
             free_blocks=output.free_blocks,

@@ -28,8 +28,9 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from minibatch.cost_model import CostModel
 from minibatch.record import StepRecord
@@ -78,8 +79,7 @@ class RequestTimes:
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        times = self.token_times_s
-        return tuple(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        return tuple(later - earlier for earlier, later in pairwise(self.token_times_s))
 
     @property
     def e2e_s(self) -> float | None:
@@ -124,6 +124,8 @@ class _Open:
 class MetricsCollector:
     """Takes records one by one, and needs none of them afterwards: for runs too long to keep.
 
+    Of requests that arrived before the first record nothing is told.
+
     Args:
         max_num_seqs, num_gpu_blocks, block_size: knobs of the run.
     """
@@ -136,7 +138,7 @@ class MetricsCollector:
         self.busy_s = 0.0
         self.num_padding_tokens = 0
         self._requests: dict[str, _Open] = {}
-        self._start_s: float | None = None
+        self._start_s = math.inf
         self._end_s = 0.0
         self._useful_rows = 0
         self._held: dict[str, int] = {}  # blocks in each request's table
@@ -147,22 +149,24 @@ class MetricsCollector:
         """Take the next record."""
         for arrival in step.arrived:
             self._requests[arrival.request_id] = _Open(arrival.arrival_s, arrival.num_prompt_tokens)
-            self._start_s = min(arrival.arrival_s, self._start_s or arrival.arrival_s)
         for refusal in step.refused:
             self._requests[refusal.request_id] = _Open(step.start_s, 0, finish_reason="refused")
         for admission in step.admitted:
-            request = self._requests[admission.request_id]
-            if request.first_scheduled_s is None:
+            request = self._requests.get(admission.request_id)
+            if request is not None and request.first_scheduled_s is None:
                 request.first_scheduled_s = step.start_s
                 request.prefix_hit_tokens = admission.prefix_hit_tokens
         for preemption in step.preempted:
-            self._requests[preemption.request_id].num_preemptions += 1
+            if (request := self._requests.get(preemption.request_id)) is not None:
+                request.num_preemptions += 1
         end_s = step.end_s
         for request_id, tokens in step.sampled.items():
-            self._requests[request_id].token_times_s.extend([end_s] * len(tokens))
+            if (request := self._requests.get(request_id)) is not None:
+                request.token_times_s.extend([end_s] * len(tokens))
         for finish in step.finished:
-            self._requests[finish.request_id].finish_reason = finish.reason
-        self._start_s = step.start_s if self._start_s is None else self._start_s
+            if (request := self._requests.get(finish.request_id)) is not None:
+                request.finish_reason = finish.reason
+        self._start_s = min([self._start_s, step.start_s, *(a.arrival_s for a in step.arrived)])
         self._end_s = max(self._end_s, end_s)
         self.num_steps += 1
         self.busy_s += step.duration_s
@@ -170,28 +174,34 @@ class MetricsCollector:
         self._add_memory(step)
 
     def _add_memory(self, step: StepRecord) -> None:
+        """Who is evicted frees its blocks before the step runs, who finishes after it."""
         held, context = self._held, self._context
-        for preemption in step.preempted:
-            context.pop(preemption.request_id, None)
         for request_id, blocks in step.blocks_allocated.items():
             held[request_id] = held.get(request_id, 0) + len(blocks)
+        for preemption in step.preempted:
+            context.pop(preemption.request_id, None)
         for row in step.scheduled:
             if row.num_tokens:
                 self._useful_rows += 1
                 context[row.request_id] = row.context_len
-        leaving = {finish.request_id for finish in step.finished}
-        # A step's finished requests hold their blocks while it runs.
-        gone = {rid: len(blocks) for rid, blocks in step.blocks_freed.items() if rid not in leaving}
-        for request_id, count in gone.items():
-            held[request_id] = held.get(request_id, 0) - count
+        ran = {row.request_id for row in step.scheduled} if step.blocks_freed else ()
+        done = {finish.request_id for finish in step.finished}
+        late: dict[str, int] = {}
+        for request_id, blocks in step.blocks_freed.items():
+            if request_id in ran and (not step.blocks_copied or request_id in done):
+                late[request_id] = len(blocks)
+            else:
+                held[request_id] = held.get(request_id, 0) - len(blocks)
         self._held_s += step.duration_s * sum(held.values()) * self.block_size
         self._filled_s += step.duration_s * sum(context.values())
         self._pool_s += step.duration_s * (1 - step.free_blocks / self.num_gpu_blocks)
-        for request_id in leaving:
+        for request_id, count in late.items():
+            held[request_id] -= count
+        for request_id in step.blocks_freed:
+            if not held[request_id]:
+                del held[request_id]
+        for request_id in done:
             context.pop(request_id, None)
-            held[request_id] = held.get(request_id, 0) - len(step.blocks_freed.get(request_id, ()))
-        for request_id in [rid for rid, count in held.items() if count <= 0]:
-            del held[request_id]
 
     def result(self) -> RunMetrics:
         """The figures so far."""
@@ -211,7 +221,7 @@ class MetricsCollector:
         )
         return RunMetrics(
             requests=requests,
-            duration_s=self._end_s - (self._start_s or 0.0),
+            duration_s=max(0.0, self._end_s - self._start_s),
             busy_s=self.busy_s,
             num_steps=self.num_steps,
             num_padding_tokens=self.num_padding_tokens,
@@ -270,7 +280,8 @@ class RunMetrics:
     @property
     def open_loop(self) -> bool:
         """Do requests come at times of their own (and not all at once)?"""
-        return len({request.arrival_s for request in self.requests}) > 1
+        accepted = [r for r in self.requests if r.finish_reason != "refused"]
+        return len({request.arrival_s for request in accepted}) > 1
 
     def goodput(self, slo: SLO) -> float:
         """Finished requests a second that met every limit."""
@@ -338,9 +349,8 @@ def chip_use(trace: Trace, cost_model: CostModel) -> ChipUse:
     shares: dict[str, float] = {}
     for step in trace:
         work = cost_model.record_work(step, block_size)
-        padding = step.num_padding_tokens * 2 * cost_model.layer_parameters
         moved += work.weight_bytes + work.kv_bytes
-        computed += work.flops - padding
+        computed += cost_model.useful_flops(step)
         busy_s += step.duration_s
         bound = cost_model.cost(work).bound
         shares[bound] = shares.get(bound, 0.0) + step.duration_s
@@ -369,116 +379,5 @@ def percentile(values: Iterable[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-# -- tables ---------------------------------------------------------------------------------------
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], style: str = "plain") -> str:
-    """Rows as text.
-
-    Args:
-        style: ``plain`` (aligned columns), ``markdown`` or ``csv``.
-
-    Raises:
-        ValueError: another style.
-    """
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    if style == "csv":
-        return "\n".join(",".join(map(_csv_cell, row)) for row in cells)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    padded = [
-        [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in cells
-    ]
-    if style == "plain":
-        return "\n".join("  ".join(row).rstrip() for row in padded)
-    if style != "markdown":
-        raise ValueError(f"style={style!r}: expected 'plain', 'markdown' or 'csv'.")
-    rule = ["-" * width + ("" if column == 0 else ":") for column, width in enumerate(widths)]
-    lines = [padded[0], rule, *padded[1:]]
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
-COMPARISON_HEADER = (
-    "run",
-    "finished",
-    "steps",
-    "time s",
-    "in tok/s",
-    "out tok/s",
-    "total tok/s",
-    "TTFT p50 s",
-    "queue p50 s",
-    "TPOT p50 ms",
-    "ITL p99 ms",
-    "E2E p99 s",
-    "preempted",
-    "slots %",
-    "KV %",
-)
-
-
-def comparison(runs: dict[str, RunMetrics], style: str = "plain") -> str:
-    """A line a run; tokens/s apart for input, output and both."""
-    rows = [
-        (
-            name,
-            f"{run.num_finished}/{len(run.requests)}",
-            run.num_steps,
-            f"{run.duration_s:.2f}",
-            f"{run.input_tokens_per_s:.0f}",
-            f"{run.output_tokens_per_s:.0f}",
-            f"{run.total_tokens_per_s:.0f}",
-            f"{run.percentile('ttft_s', 50):.3f}",
-            f"{run.percentile('queue_s', 50):.3f}",
-            f"{1e3 * run.percentile('tpot_s', 50):.2f}",
-            f"{1e3 * run.percentile('itl_s', 99):.2f}",
-            f"{run.percentile('e2e_s', 99):.3f}",
-            run.num_preemptions,
-            f"{100 * run.slot_utilization:.1f}",
-            f"{100 * run.kv_utilization:.1f}",
-        )
-        for name, run in runs.items()
-    ]
-    return table(COMPARISON_HEADER, rows, style)
-
-
-def request_rows(run: RunMetrics, style: str = "csv") -> str:
-    """A line a request, seconds; empty where a request did not get that far."""
-    header = (
-        "request_id",
-        "arrival_s",
-        "prompt_tokens",
-        "output_tokens",
-        "queue_s",
-        "prefill_s",
-        "ttft_s",
-        "tpot_s",
-        "e2e_s",
-        "finish_reason",
-        "preemptions",
-    )
-    rows = [
-        (
-            r.request_id,
-            f"{r.arrival_s:.6f}",
-            r.num_prompt_tokens,
-            r.num_output_tokens,
-            *("" if v is None else f"{v:.6f}" for v in (r.queue_s, r.prefill_s, r.ttft_s)),
-            *("" if v is None else f"{v:.6f}" for v in (r.tpot_s, r.e2e_s)),
-            r.finish_reason or "",
-            r.num_preemptions,
-        )
-        for r in run.requests
-    ]
-    return table(header, rows, style)
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _csv_cell(cell: str) -> str:
-    return '"' + cell.replace('"', '""') + '"' if set(cell) & set(',"\n') else cell

@@ -118,6 +118,7 @@ class StepRecord:
     blocks_allocated: dict[str, list[int]] = field(default_factory=dict)
     blocks_freed: dict[str, list[int]] = field(default_factory=dict)
     blocks_copied: tuple[tuple[int, int], ...] = ()  # copy-on-write (from, to)
+    blocks_cached: tuple[int, ...] = ()  # became free but findable, and still were at the end
     cpu_blocks_allocated: dict[str, list[int]] = field(default_factory=dict)
     cpu_blocks_freed: dict[str, list[int]] = field(default_factory=dict)
     free_blocks: int = 0
@@ -163,6 +164,7 @@ class StepRecord:
             known["held_back"] = _build(HeldBack, known["held_back"])
         for name in ("waiting", "running", "swapped"):
             known[name] = tuple(known.get(name, ()))
+        known["blocks_cached"] = tuple(known.get("blocks_cached", ()))
         known["blocks_copied"] = tuple(map(tuple, known.get("blocks_copied", ())))
         return cls(**known)
 

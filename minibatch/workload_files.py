@@ -151,7 +151,7 @@ _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:
 
 
 def _ticks(timestamp: str) -> int:
-    """Tenths of microseconds. ``datetime`` keeps six digits at most, and Python 3.10 refuses more."""
+    """Tenths of microseconds. (``datetime`` keeps six digits, and Python 3.10 refuses more.)"""
     match = _TIMESTAMP.fullmatch(timestamp.strip())
     if match is None:
         raise ValueError(f"{timestamp!r} is not a time like 2023-11-16 18:15:46.6805900")
@@ -160,7 +160,7 @@ def _ticks(timestamp: str) -> int:
     return seconds * TICKS_A_SECOND + int(fraction[:7].ljust(7, "0"))
 
 
-# -- BurstGPT ---------------------------------------------------------------------------------------
+# -- BurstGPT -------------------------------------------------------------------------------------
 
 
 def read_burstgpt(path: str | Path, model: str | None = None) -> Workload:
@@ -197,7 +197,7 @@ def read_burstgpt(path: str | Path, model: str | None = None) -> Workload:
     return Workload(tuple(requests), path.stem, note)
 
 
-# -- Mooncake ---------------------------------------------------------------------------------------
+# -- Mooncake -------------------------------------------------------------------------------------
 
 
 def read_mooncake(path: str | Path) -> Workload:
@@ -236,7 +236,7 @@ def read_mooncake(path: str | Path) -> Workload:
     return as_workload(Workload(tuple(requests), path.name.split(".")[0]))
 
 
-# -- ShareGPT ---------------------------------------------------------------------------------------
+# -- ShareGPT -------------------------------------------------------------------------------------
 
 
 def read_sharegpt(
@@ -330,7 +330,7 @@ def _conversation_requests(
         segments.append(Segment(1000 * number + index + 1, len(answer), answer))
 
 
-# -- reading lines ----------------------------------------------------------------------------------
+# -- reading lines --------------------------------------------------------------------------------
 
 
 def _open(path: Path, mode: str = "rt") -> IO[str]:
