@@ -180,8 +180,8 @@ class Engine(Closing):
             self.scheduler.preempt(request_id, mode)
 
     def force_preemption(self, plan: ForcedPreemption | None) -> None:
-        """Evict requests by plan, for tests and lessons."""
-        self.scheduler.forced_preemption = plan
+        """Evict requests by plan, for tests and lessons. Raises as ``preempt`` does."""
+        self.scheduler.force_preemption(plan)
 
     @property
     def has_unfinished(self) -> bool:

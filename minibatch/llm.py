@@ -280,7 +280,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(hasattr(item, "__index__") for item in items):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 

@@ -152,8 +152,15 @@ def test_special_and_unknown_tokens() -> None:
     assert "".join(stream(BYTES, ids)) == "abcd"
     assert "".join(stream(BYTES, ids, skip_special_tokens=False)) == "ab<end>cd"
     # Hidden tokens are no context: the space of a word after many of them is kept.
-    ids = llama_ids("▁Hi", *["<s>"] * 20, "▁there")
-    assert "".join(stream(LLAMA, ids)) == "Hi there"
+    ids = llama_ids("▁Hi", *["<s>"] * 20, "▁there") + [10**6] * 20 + llama_ids("▁am")
+    assert "".join(stream(LLAMA, ids)) == "Hi there am"
+
+
+def test_the_prompts_end_is_no_output() -> None:
+    assert stream(Words("a\ufffd", "", "x"), [1, 2], prompt=[0]) == ["", "x", ""]
+    # One run of bytes through the end of the prompt, longer than the context.
+    prompt, ids = LLAMA.encode("龘龘龘"), llama_ids(*"龘".encode(), "!")
+    assert "".join(stream(LLAMA, ids, prompt)) == "龘!"
 
 
 prompts = st.sampled_from(["", "Hi", "The end", "龘", "a 😀", "testing ", "你好"])
@@ -252,6 +259,9 @@ def test_a_stop_string_inside_a_run_of_bytes_is_found_at_once() -> None:
     ids = llama_ids("▁Hi", *"龘é".encode())
     assert [detokenizer.append(i) for i in ids] == [None] * 5 + ["é"]
     assert detokenizer.text == "Hi龘"
+    detokenizer = IncrementalDetokenizer(LLAMA, stop=("é",))
+    ids = llama_ids(0xE4, "▁Hi", *"é".encode())  # a broken run before
+    assert [detokenizer.append(i) for i in ids] == [None] * 3 + ["é"]
 
 
 def test_nothing_may_follow_the_end() -> None:

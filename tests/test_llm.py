@@ -75,9 +75,7 @@ def test_the_article_s_streaming_snippet(llm: LLM, capsys: pytest.CaptureFixture
 def test_streams_add_up_to_the_whole(llm: LLM) -> None:
     params = {"temperature": 0.8, "seed": 5, "max_tokens": 20}
     whole = llm.generate(CHINESE + ENGLISH, SamplingParams(**params), use_tqdm=False)
-    streams = llm.generate(
-        CHINESE + ENGLISH, SamplingParams(**params, stream=True), use_tqdm=False
-    )
+    streams = llm.generate(CHINESE + ENGLISH, SamplingParams(**params, stream=True), use_tqdm=False)
     for expected, stream in zip(whole, streams, strict=True):
         chunks = list(stream)
         assert "".join(chunk.outputs[0].text for chunk in chunks) == expected.outputs[0].text
@@ -164,9 +162,7 @@ def test_two_calls_give_the_same_and_leave_the_caller_s_objects_alone(llm: LLM) 
     prompts, params = list(ENGLISH[:3]), SamplingParams(temperature=0, max_tokens=6)
     first = llm.generate(prompts, params, use_tqdm=False)
     second = llm.generate(prompts[::-1], params, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in second[::-1]] == [
-        o.outputs[0].token_ids for o in first
-    ]
+    assert [o.outputs[0].token_ids for o in second[::-1]] == [o.outputs[0].token_ids for o in first]
     assert prompts == ENGLISH[:3] and params == SamplingParams(temperature=0, max_tokens=6)
     assert not llm.engine.outputs.groups  # nothing is kept for nobody
 
@@ -190,9 +186,7 @@ def test_params_one_for_all_or_one_each(llm: LLM) -> None:
 
 
 def test_metrics_of_a_request(llm: LLM) -> None:
-    (output,) = llm.generate(
-        "Hi", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False
-    )
+    (output,) = llm.generate("Hi", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     metrics = output.metrics
     assert metrics is not None and metrics.num_generated_tokens == 4
     assert metrics.ttft == pytest.approx(metrics.time_in_queue + metrics.prefill_time)

@@ -280,6 +280,14 @@ def test_a_flat_nucleus_larger_than_the_first_guess() -> None:
     assert abs(int((weights > 0).sum()) - int((expected > 0).sum())) <= 1
 
 
+def test_borders_belong_to_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "uniforms", lambda rows: [0.0, 0.25, 0.5, 0.75])
+    assert sample(torch.zeros(4, 4), [row()] * 4).token_ids == [0, 1, 2, 3]
+    weights = torch.tensor([[1.0, 0.5, 0.25, 0.25]])  # half of the total is the first alone
+    sampler_module.truncate(weights, [row(top_p=0.5).params])
+    assert weights.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-24, 0.5, LAST_UNIFORM])
 @pytest.mark.parametrize("vocab_size", [3, 1000, 128_256])
 def test_no_token_without_weight_and_none_past_the_end(

@@ -292,3 +292,4 @@ def test_smollm2_special_tokens_and_template(smollm2: Tokenizer) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is not in the habit of adding a BOS
         assert smollm2.encode(smollm2.render_chat_template(HI)) == chat
+        assert smollm2.encode("<|im_start|><|im_start|>") == [1, 1]

@@ -23,6 +23,7 @@ from tokens_helpers import (
     Job,
     TinyModel,
     admissions,
+    amplify,
     assert_each_as_alone,
     drive,
     hit_tokens,
@@ -37,6 +38,7 @@ from tokens_helpers import (
     state_of,
 )
 
+from minibatch.config import PreemptionMode
 from minibatch.engine import Engine
 from minibatch.model.loader import load_model
 from minibatch.record import StepRecord
@@ -112,7 +114,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 
     @functools.cache
     def make(shape: str) -> TinyModel:
-        theirs = hf_model(hf_config(**SHAPES[shape]))
+        theirs = amplify(hf_model(hf_config(**SHAPES[shape])), 2.0)
         folder = save(theirs, tmp_path_factory.mktemp(shape))
         return TinyModel(theirs, load_model(folder, max_model_len=MAX_LEN))
 
@@ -161,7 +163,7 @@ def assert_policy_did_its_thing(policy: str, records: list[StepRecord]) -> None:
     if policy == "dynamic":
         assert "slot_released_late" in reasons
     splits = policy in ("chunked", "unified")
-    assert split_prompts(records) == ({"b", "c", "d"} if splits else set())
+    assert split_prompts(records) >= {"b", "c", "d"} if splits else not split_prompts(records)
     assert bool(mixed_steps(records)) == splits
 
 
@@ -274,7 +276,7 @@ def test_preemption_for_want_of_blocks(
     engine = make_engine(gqa, block_size=block_size, **PREEMPTING[variant], **knobs)
     records = drive(engine, TIGHT_JOBS)
     assert_each_as_alone(engine, gqa, TIGHT_JOBS)
-    assert len(preemptions(records)) >= 3
+    assert len(preemptions(records)) >= 2
     assert all(p.victim_of is not None for p in preemptions(records))
     assert {p.mode for p in preemptions(records)} == {mode_of(variant)}
 
@@ -465,23 +467,141 @@ def test_samples_evicted_at_every_step(gqa: TinyModel, variant: str, caching: bo
     assert evicted == {"a", "b", "s#0", "s#1", "s#2"}
 
 
-@pytest.mark.parametrize("policy", PAGED)
-def test_a_sample_cannot_copy_what_this_step_computes(gqa: TinyModel, policy: str) -> None:
-    """Copies are made before the forward pass. A leader that comes back by a hit on blocks of
-    the same step has nothing to copy from yet.
+def test_a_sample_does_not_copy_what_this_step_computes(gqa: TinyModel) -> None:
+    """Copies are made before the forward pass, and a leader that returns by a hit on blocks of
+    this very step has nothing yet to copy from.
     """
-    leader = Job("s", random_tokens(6), 16, n=2)
-    text = [*leader.prompt, *leader.expected(gqa)]
-    jobs = [
-        Job("x", random_tokens(40, seed=3), 5),
-        Job("t", text[:17], 5, arrives=1),  # begins with all that s has said so far
-        replace(leader, arrives=1),
-    ]
-    knobs = CACHING[policy] | {"num_gpu_blocks": 32}
-    engine = make_engine(gqa, **knobs)
-    ids = ["x", "t", "s#0", "s#1"]
-    engine.force_preemption(ForcedPreemption(at={4: ids}))
-    forget_cache_before(engine, 5)
+    leader = Job("s", random_tokens(4), 16, n=2)
+    longer = [*leader.prompt, *leader.expected(gqa)[:3]]
+    jobs = [Job("x", random_tokens(33), 12), Job("t", longer, 10), leader]
+    knobs = {"block_size": 2, "num_gpu_blocks": 31, "num_cpu_blocks": 40}
+    engine = make_engine(gqa, **CACHING["continuous"], **knobs)
+
+    def evict(step: int) -> None:
+        if step == 4:  # x returns first, from the CPU, and into what the others left
+            engine.preempt("x", PreemptionMode.SWAP)
+            for request_id in ("t", "s#0", "s#1"):
+                engine.preempt(request_id, PreemptionMode.RECOMPUTE)
+
+    records = drive(engine, jobs, before_step=evict)
+    assert_each_as_alone(engine, gqa, jobs)
+    assert [entry.request_id for entry in records[5].admitted] == ["x"]
+    returned = {entry.request_id: entry.prefix_hit_tokens for entry in records[6].admitted}
+    assert list(returned) == ["t", "s#0", "s#1"]
+    assert returned["t"] == 0 and returned["s#0"] >= len(leader.prompt)
+
+
+# -- aborts -----------------------------------------------------------------------------------
+
+ABORTING: dict[str, Knobs] = POLICIES | {
+    name: PREEMPTING[name] for name in ("continuous-swap", "chunked-swap")
+}
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
+@pytest.mark.parametrize("variant", ABORTING)
+def test_a_neighbour_aborted_at_every_step(gqa: TinyModel, variant: str, caching: bool) -> None:
+    """Whatever it is doing: waiting, half prefilled, decoding, swapped out."""
+    knobs = ABORTING[variant] | {"enable_prefix_caching": caching, "max_num_seqs": 3}
+    jobs = [*FEW_JOBS, Job("d", random_tokens(9), 5)]
+    plan = {3: ["b", "c"], 5: ["a", "d"]} if "swap" in variant else None
+
+    def start() -> Engine:
+        engine = make_engine(gqa, **knobs)
+        engine.force_preemption(ForcedPreemption(at=plan) if plan else None)
+        return engine
+
+    states: set[str] = set()
+    for step in range(len(drive(start(), jobs))):
+        for job in jobs:
+            if job.arrives > step:
+                continue
+            engine = start()
+
+            def abort(now: int, engine: Engine = engine, victim: Job = job, at: int = step) -> None:
+                if now == at:
+                    states.add(state_of(engine, victim.request_id))
+                    engine.abort(victim.request_id)
+
+            drive(engine, jobs, before_step=abort)
+            assert_each_as_alone(engine, gqa, jobs, aborted=[job.request_id])
+    expected = {"waiting", "running", "finished"}
+    expected |= {"swapped"} if plan else set()
+    expected |= {"mid prompt"} if "max_num_batched_tokens" in knobs else set()
+    assert states == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_family_aborted_at_every_step(gqa: TinyModel, policy: str) -> None:
+    jobs = family_jobs(9)
+    knobs = POLICIES[policy] | {"enable_prefix_caching": True}
+    steps = len(drive(make_engine(gqa, **knobs), jobs))
+    reasons: set[str] = set()
+    for step in range(steps):
+        engine = make_engine(gqa, **knobs)
+
+        def abort(now: int, engine: Engine = engine, at: int = step) -> None:
+            if now == at:
+                engine.abort("s")
+
+        drive(engine, jobs, before_step=abort)
+        assert_each_as_alone(engine, gqa, jobs, aborted=["s"])
+        reasons |= {str(one.finish_reason) for one in engine.output("s").outputs}
+    assert reasons == {"abort", "length"}
+
+
+# -- Ctrl-C -----------------------------------------------------------------------------------
+
+INTERRUPTIBLE: dict[str, Knobs] = {
+    name: knobs | {"num_gpu_blocks": tight_pool(4), "enable_prefix_caching": True}
+    for name, knobs in PREEMPTING.items()
+} | {name: POLICIES[name] for name in ("static", "dynamic")}
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("point", INTERRUPTION_POINTS)
+@pytest.mark.parametrize("variant", INTERRUPTIBLE)
+def test_every_step_interrupted(gqa: TinyModel, variant: str, point: str, times: int) -> None:
+    """Every step is cut short and taken up again, with evictions, hits and copies in some."""
+    jobs = [*TIGHT_JOBS, Job("s", random_tokens(6), 5, arrives=1, n=2)]
+    undisturbed = drive(make_engine(gqa, **INTERRUPTIBLE[variant]), jobs)
+    engine = make_engine(gqa, **INTERRUPTIBLE[variant])
+    executor = interrupt(engine, point, times=times)
     records = drive(engine, jobs)
     assert_each_as_alone(engine, gqa, jobs)
-    assert records
+    assert executor.struck == [step for step in range(len(records)) for _ in range(times)]
+    assert [r.scheduled for r in records] == [r.scheduled for r in undisturbed]
+    if variant in PREEMPTING:
+        assert mode_of(variant) in {p.mode for p in preemptions(records)}
+        assert any(record.blocks_copied for record in records)
+
+
+@pytest.mark.parametrize("point", ["before anything", "between layers", "when all is done"])
+@pytest.mark.parametrize("variant", INTERRUPTIBLE)
+def test_aborts_while_a_step_is_interrupted(gqa: TinyModel, variant: str, point: str) -> None:
+    """Any of the requests dropped in the middle of any step, one alone, some, or all; a newcomer
+    that begins like them must not hit what then was never computed.
+    """
+    # Prompts that begin alike, so that one step hits what it computes itself.
+    jobs = [Job(name, PREFIX[:9] + [index], 5) for index, name in enumerate("abc")]
+    newcomer = Job("n", PREFIX[:13], 5)
+    knobs = INTERRUPTIBLE[variant] | {"num_gpu_blocks": POOL_TOKENS // 4}
+    engine = make_engine(gqa, **knobs)
+    steps = len(drive(engine, jobs))
+    dropped_whole_steps = 0
+    for step in range(steps):
+        for victims in nonempty_subsets([job.request_id for job in jobs]):
+            engine = make_engine(gqa, **knobs)
+            interrupt(engine, point, [step])
+
+            def abort(
+                now: int, engine: Engine = engine, victims: tuple[str, ...] = victims
+            ) -> None:
+                for victim in victims:
+                    engine.abort(victim)
+                engine.add_request(newcomer.request_id, newcomer.prompt, newcomer.params)
+
+            records = drive(engine, jobs, when_interrupted=abort)
+            assert_each_as_alone(engine, gqa, [*jobs, newcomer], aborted=victims)
+            dropped_whole_steps += not records[step].scheduled
+    assert dropped_whole_steps > 0

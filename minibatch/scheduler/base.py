@@ -61,7 +61,7 @@ class Scheduler(ABC):
         self.swapped: deque[Request] = deque()
         self.requests: dict[str, Request] = {}  # all that live
         self.samples: dict[str, list[Request]] = {}  # by leader: they wait for its prompt's KV
-        self.forced_preemption: ForcedPreemption | None = None
+        self._forced_preemption: ForcedPreemption | None = None
         self.step = 0
         self._preempt_next: dict[str, PreemptionMode] = {}
         self._recompute_victims: list[Request] = []
@@ -107,11 +107,14 @@ class Scheduler(ABC):
         Raises:
             PreemptionUnsupportedError: the policy never preempts.
         """
-        if not self.can_preempt:
-            raise PreemptionUnsupportedError(
-                f"policy {self.config.policy!r} never preempts; use 'continuous' or 'unified'."
-            )
+        self._check_can_preempt()
         self._preempt_next[request_id] = mode or self.config.preemption_mode
+
+    def force_preemption(self, plan: ForcedPreemption | None) -> None:
+        """Evict by plan, from the next step on; None: no more. Raises as ``preempt`` does."""
+        if plan is not None:
+            self._check_can_preempt()
+        self._forced_preemption = plan
 
     @property
     def has_unfinished(self) -> bool:
@@ -148,8 +151,8 @@ class Scheduler(ABC):
         if prompt >= limit:
             raise RequestTooLargeError(
                 f"request {request.request_id!r}: {prompt} prompt tokens leave no room for an "
-                f"output token in max_model_len={limit}; raise max_model_len or shorten the "
-                "prompt.",
+                f"output token in max_model_len={limit}; raise max_model_len (and num_gpu_blocks, "
+                "where the KV pool is what limits it) or shorten the prompt.",
                 needed=prompt + 1,
                 available=limit,
                 knob="max_model_len",
@@ -189,7 +192,7 @@ class Scheduler(ABC):
         self._check_progress()
         output = SchedulerOutput(self.step)
         self.step += 1
-        if self.forced_preemption is not None or self._preempt_next:
+        if self._forced_preemption is not None or self._preempt_next:
             self._preempt_by_hand(output)
         self._decide(output, now)
         for victim in self._recompute_victims:  # the last one evicted ends up first
@@ -342,15 +345,19 @@ class Scheduler(ABC):
         """Is there room in the CPU pool? (vLLM 0.6.0 dies when there is none.)"""
         return self.block_manager.can_swap_out(victim)
 
+    def _check_can_preempt(self) -> None:
+        if not self.can_preempt:
+            raise PreemptionUnsupportedError(
+                f"policy {self.config.policy!r} never preempts; use 'continuous' or 'unified'."
+            )
+
     def _preempt_by_hand(self, output: SchedulerOutput) -> None:
         chosen = dict(self._preempt_next)
         self._preempt_next.clear()
-        if self.forced_preemption is not None:
+        if self._forced_preemption is not None:
             ids = [request.request_id for request in self.running]
-            for request_id in self.forced_preemption.victims(output.step, ids):
+            for request_id in self._forced_preemption.victims(output.step, ids):
                 chosen.setdefault(request_id, self.config.preemption_mode)
-        if chosen and not self.can_preempt:
-            raise PreemptionUnsupportedError(f"policy {self.config.policy!r} never preempts.")
         for victim in reversed([r for r in self.running if r.request_id in chosen]):
             self.running.remove(victim)
             self._preempt(victim, chosen[victim.request_id], output, victim_of=None)
