@@ -86,7 +86,7 @@ def engine_for(
             software=versions(),
         ),
         vocab_size=shape.vocab_size,
-        eos_token_ids=shape.eos_token_ids,
+        eos_token_ids=end_tokens(shape, tokenizer),
         salt=prefix_salt(shape),
         seed=config.seed,
         check=config.check_invariants,
@@ -129,6 +129,14 @@ def prefix_salt(shape: ModelConfig) -> Callable[[Sequence[int]], int | None]:
         return len(prompt_token_ids) if depends and len(prompt_token_ids) > limit else None
 
     return salt
+
+
+def end_tokens(shape: ModelConfig, tokenizer: Tokenizer | None) -> list[int]:
+    """The checkpoint's end tokens, which may be several, and the tokenizer's own."""
+    ids = set(shape.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(ids)
 
 
 def describe_device(device: torch.device) -> str:

@@ -170,7 +170,7 @@ class Engine(Closing):
                     self._abort_one(request)
             return bool(live)
 
-    def preempt(self, request_id: str, mode: PreemptionMode | None = None) -> None:
+    def preempt(self, request_id: str, mode: PreemptionMode | str | None = None) -> None:
         """Evict a running request at the next step, as if memory had run out.
 
         Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minibatch.clock import VirtualClock
-from minibatch.config import POLICY_NAMES, SchedulerConfig
+from minibatch.config import POLICY_NAMES, PreemptionMode, SchedulerConfig
 from minibatch.cost_model import CostModel
 from minibatch.engine import Engine
 from minibatch.errors import ConfigError, RequestTooLargeError
@@ -299,7 +299,8 @@ def scheduler_config(
             activation_bytes=memory["activation_bytes"],
             block_size=block_size,
         ).num_blocks
-    if "num_cpu_blocks" not in given:
+    swaps = given.get("preemption_mode") == PreemptionMode.SWAP
+    if policy == "continuous" and swaps and "num_cpu_blocks" not in given:
         block_bytes = block_size * cost_model.kv_token_bytes
         given["num_cpu_blocks"] = int(memory["swap_space"] * 2**30) // block_bytes
     whole_batches = policy in ("static", "dynamic")

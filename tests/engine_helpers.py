@@ -347,6 +347,7 @@ class Replay:
 
     tables: dict[str, list[int]] = field(default_factory=dict)
     host_tables: dict[str, list[int]] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
     lanes: dict[str, int] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
     running: set[str] = field(default_factory=set)
@@ -360,6 +361,8 @@ class Replay:
         for source, target in record.blocks_copied:
             owners = [i for i, blocks in record.blocks_allocated.items() if target in blocks]
             assert len(owners) == 1 and source in record.blocks_freed[owners[0]]
+        self.cached -= {block for blocks in record.blocks_allocated.values() for block in blocks}
+        self.cached |= set(record.blocks_cached)
         self._queues(record, policy)
 
     def _blocks(
@@ -457,8 +460,10 @@ class Auditor:
         self.replay.take(record, config.policy)
         actual = {r.request_id: r.block_table for r in holders(scheduler) if r.block_table}
         assert self.replay.tables == actual
+        blocks = scheduler.block_manager
+        assert self.replay.cached == {b for b in blocks.free_queue if blocks.node_of[b]}
         on_host = {r.request_id: r.cpu_block_table for r in holders(scheduler)}
-        assert self.replay.host_tables == {i: blocks for i, blocks in on_host.items() if blocks}
+        assert self.replay.host_tables == {i: held for i, held in on_host.items() if held}
         rows = record.scheduled
         assert record.num_batched_tokens == sum(row.num_tokens for row in rows)
         assert record.num_padding_tokens == sum(row.num_padding_tokens for row in rows)

@@ -203,7 +203,6 @@ def test_a_prefix_is_found_again_when_its_beginning_is_computed_anew() -> None:
         blocks.allocate(who, who.num_tokens)
     blocks.publish(a, 8)
     head, tail = a.block_table
-    blocks.block_size, a.num_computed_tokens = 4, 8
     probe = request([1, 2, 3, 4, 5, 6, 7, 8, 9], "C")
     assert blocks.match_prefix(probe) == [head, tail]
     blocks._unpublish(head)  # as when another request takes it

@@ -292,7 +292,7 @@ def test_a_full_cpu_pool_makes_victims_recompute(gqa: TinyModel, variant: str) -
 
 # -- prefix caching ---------------------------------------------------------------------------
 
-PREFIX = random_tokens(32)
+PREFIX = random_tokens(32, seed=2)
 LARGE_BUDGET = 128
 CACHING: dict[str, Knobs] = {
     name: POLICIES[name] | {"enable_prefix_caching": True, "max_num_batched_tokens": LARGE_BUDGET}
@@ -586,12 +586,18 @@ def test_aborts_while_a_step_is_interrupted(gqa: TinyModel, variant: str, point:
     jobs = [Job(name, PREFIX[:9] + [index], 5) for index, name in enumerate("abc")]
     newcomer = Job("n", PREFIX[:13], 5)
     knobs = INTERRUPTIBLE[variant] | {"num_gpu_blocks": POOL_TOKENS // 4}
+    plan = ForcedPreemption(at={3: ["a", "b"]}) if variant in PREEMPTING else None
     engine = make_engine(gqa, **knobs)
-    steps = len(drive(engine, jobs))
+    engine.force_preemption(plan)
+    undisturbed = drive(engine, jobs)
+    if variant in PREEMPTING:
+        assert hit_tokens(undisturbed, "b") == hit_tokens(undisturbed, "c") == 8
+        assert len(preemptions(undisturbed)) >= 1
     dropped_whole_steps = 0
-    for step in range(steps):
+    for step in range(len(undisturbed)):
         for victims in nonempty_subsets([job.request_id for job in jobs]):
             engine = make_engine(gqa, **knobs)
+            engine.force_preemption(plan)
             interrupt(engine, point, [step])
 
             def abort(
@@ -603,5 +609,67 @@ def test_aborts_while_a_step_is_interrupted(gqa: TinyModel, variant: str, point:
 
             records = drive(engine, jobs, when_interrupted=abort)
             assert_each_as_alone(engine, gqa, [*jobs, newcomer], aborted=victims)
-            dropped_whole_steps += not records[step].scheduled
+            dropped_whole_steps += bool(undisturbed[step].scheduled and not records[step].scheduled)
     assert dropped_whole_steps > 0
+
+
+# -- all of it together -----------------------------------------------------------------------
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> dict[str, Any]:
+    """Some requests, an engine that may be short of everything, and what befalls them."""
+    variant = draw(st.sampled_from(sorted(INTERRUPTIBLE)))
+    size = draw(st.sampled_from([1, 2, 4, 16]))
+    jobs = [
+        Job(
+            name,
+            PREFIX[: draw(st.sampled_from([1, 4, 8, 9, 16, 17]))]
+            + draw(st.sampled_from([[], [1], [2, 3, 4, 5, 6]])),
+            max_tokens=draw(st.integers(1, 10)),
+            arrives=draw(st.integers(0, 6)),
+            n=draw(st.sampled_from([1, 1, 2])),
+        )
+        for name in "abcd"[: draw(st.integers(2, 4))]
+    ]
+    knobs: Knobs = {
+        "block_size": size,
+        "num_cpu_blocks": draw(st.sampled_from([0, 4, POOL_TOKENS])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "max_num_seqs": draw(st.integers(1, 4)),
+        "max_model_len": 32,
+    }
+    if variant in PREEMPTING:
+        knobs["num_gpu_blocks"] = 32 // size + draw(st.integers(2, 12))
+    if not variant.startswith("continuous"):
+        least = 22 if variant in ("static", "dynamic") else 4
+        knobs["max_num_batched_tokens"] = draw(st.integers(least, 40))
+    return {
+        "jobs": jobs,
+        "knobs": PREEMPTING.get(variant, {"policy": variant}) | knobs,
+        "evictions": draw(st.sampled_from([0.0, 0.1, 0.3])) if variant in PREEMPTING else 0.0,
+        "seed": draw(st.integers(0, 99)),
+        "aborts": draw(st.dictionaries(st.integers(0, 25), st.sampled_from("abcd"), max_size=2)),
+        "point": draw(st.sampled_from(sorted(INTERRUPTION_POINTS))),
+        "interrupted": draw(st.sets(st.integers(0, 25), max_size=5)),
+    }
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(story=stories())
+def test_anything_at_once(gqa: TinyModel, story: dict[str, Any]) -> None:
+    """Evictions, hits, samples, aborts and interrupts, as chance has it."""
+    jobs, aborts = story["jobs"], story["aborts"]
+    engine = make_engine(gqa, **story["knobs"])
+    if story["evictions"]:
+        engine.force_preemption(
+            ForcedPreemption(probability=story["evictions"], seed=story["seed"], limit=40)
+        )
+    interrupt(engine, story["point"], story["interrupted"])
+
+    def abort(step: int) -> None:  # between steps, and within one that is interrupted
+        if step in aborts:
+            engine.abort(aborts[step])
+
+    drive(engine, jobs, before_step=abort, when_interrupted=abort)
+    assert_each_as_alone(engine, gqa, jobs, aborted=set(aborts.values()))

@@ -12,14 +12,14 @@ from minibatch.toy import continuous, static, utilization
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec
 
-REQUEST_LISTS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+REQUEST_LISTS = st.lists(st.integers(1, 24), min_size=1, max_size=24)
 SLOTS = st.integers(1, 9)
 
 
 def run(policy: str, lengths: list[int], slots: int) -> Trace:
     """One-token prompts and endless memory: nothing but slots limits anybody."""
     requests = [RequestSpec(f"r{i}", 0.0, 1, length) for i, length in enumerate(lengths)]
-    knobs = {"max_num_seqs": slots, "num_gpu_blocks": 4000, "max_model_len": 64}
+    knobs = {"max_num_seqs": slots, "num_gpu_blocks": 100, "max_model_len": 64}
     return simulate(requests, model="tiny", policy=policy, knobs=knobs)
 
 

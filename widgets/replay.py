@@ -16,6 +16,7 @@ from widgets.blocks import BlockMoves, Tables, apply_moves, block_moves, remove_
 
 KEYFRAME_EVERY = 32
 
+PLACES = ("outside", "waiting", "running", "swapped", "finished", "refused")
 PHASES = ("prefill", "recompute", "decode", "padding", "sits_out")
 
 
@@ -31,7 +32,7 @@ class Lane(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A request changes its place. Places: outside, waiting, running, swapped, finished, refused."""
+    """A request changes its place: one of PLACES."""
 
     request_id: str
     source: str
@@ -319,7 +320,7 @@ class Replay:
         for name, blocks in record.cpu_blocks_allocated.items():
             state.cpu_tables.setdefault(name, []).extend(blocks)
         remove_blocks(state.cpu_tables, record.cpu_blocks_freed)
-        fresh = getattr(record, "blocks_cached", ())
+        fresh = record.blocks_cached
         for blocks in moves.gained.values():
             state.cached.difference_update(blocks)
         if fresh:
@@ -336,7 +337,7 @@ class Replay:
 
     def _settle_cache(self, record: StepRecord) -> None:
         """What was cached by requests that finished in this step."""
-        fresh = getattr(record, "blocks_cached", ())
+        fresh = record.blocks_cached
         if fresh:
             held = {block for table in self.state.tables.values() for block in table}
             self.state.cached.update(block for block in fresh if block not in held)

@@ -44,8 +44,8 @@ class Narrator:
         clauses += self._finishes(facts)
         clauses += self._admissions(facts)
         if record.held_back is not None and not record.preempted:
-            reason = self.held_reason(record.held_back)
-            clauses.append(words("held", who=self.label(record.held_back.request_id), reason=reason))
+            who = self.label(record.held_back.request_id)
+            clauses.append(words("held", who=who, reason=self.held_reason(record.held_back)))
         clauses += self._work(facts)
         return clauses
 
@@ -81,8 +81,9 @@ class Narrator:
             if culprit is None:
                 why = words("why.hand")
             else:
+                alone = len(victims) == 1 and victims[0].request_id == culprit
                 why = words(
-                    "why.needs",
+                    "why.self" if alone else "why.needs",
                     other=self.label(culprit),
                     blocks=words.count("block", victims[0].needed),
                     free=victims[0].free,
@@ -113,7 +114,7 @@ class Narrator:
         if blocks == 0:
             return words("cost.none", who=name)
         if preemption.mode == "swap":
-            return words("cost.swap", blocks=words.count("block", blocks))
+            return words("cost.swap", who=name, blocks=words.count("block", blocks))
         return words(
             "cost.recompute",
             who=name,

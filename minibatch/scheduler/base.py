@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from minibatch.block_manager import BlockManager
-from minibatch.config import PreemptionMode, SchedulerConfig
+from minibatch.config import PreemptionMode, SchedulerConfig, as_preemption_mode
 from minibatch.errors import (
     DuplicateRequestError,
     InvariantError,
@@ -101,14 +101,16 @@ class Scheduler(ABC):
             self._finish(request, reason)
         return request
 
-    def preempt(self, request_id: str, mode: PreemptionMode | None = None) -> None:
+    def preempt(self, request_id: str, mode: PreemptionMode | str | None = None) -> None:
         """Evict this request at the next step, if it runs then.
 
         Raises:
+            ConfigError: there is no such mode.
             PreemptionUnsupportedError: the policy never preempts.
         """
         self._check_can_preempt()
-        self._preempt_next[request_id] = mode or self.config.preemption_mode
+        mode = self.config.preemption_mode if mode is None else as_preemption_mode(mode)
+        self._preempt_next[request_id] = mode
 
     def force_preemption(self, plan: ForcedPreemption | None) -> None:
         """Evict by plan, from the next step on; None: no more. Raises as ``preempt`` does."""
@@ -298,10 +300,11 @@ class Scheduler(ABC):
         """KV of the beginning of ``request`` that stands in the pool already: (blocks, tokens).
 
         From the prefix cache whole blocks; from the leader of its ``n`` samples the whole prompt
-        but the last token, whose logits are wanted.
+        but the last token, whose logits are wanted. Not from one that is still being prefilled
+        (again): its blocks may be hits on this very step, and a copy would be made before it.
         """
         leader = request.leader
-        if leader is not None and leader.status is RequestStatus.RUNNING:
+        if leader is not None and leader.status is RequestStatus.RUNNING and not leader.is_prefill:
             num_tokens = request.num_prompt_tokens - 1
             if leader.num_computed_tokens > num_tokens:
                 shared = self.block_manager.blocks_for(num_tokens)

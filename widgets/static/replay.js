@@ -1,0 +1,163 @@
+// What stands where at step t: block tables, KV lengths, places. Any step, forward or back.
+
+const KEYFRAME_EVERY = 32;
+const OP = { GAINED: 0, OLD: 1, NEW: 2, LOST: 3, RELEASED: 4, CACHED: 5, CPU_GAINED: 6, CPU_LOST: 7 };
+
+/** The books in the middle of a step: the model has run, nobody has left yet. */
+class Books {
+  constructor() {
+    this.tables = new Map();
+    this.cpu = new Map();
+    this.cached = new Set();
+    this.context = new Map(); // request -> tokens with KV
+    this.place = new Map();
+    this.evictions = new Map();
+    this.reasons = new Map(); // why it finished, or was refused
+    this.finishing = new Set();
+    this.lost = new Map(); // block -> who lost it in this step
+    this.taken = new Set();
+  }
+
+  copy() {
+    const twin = new Books();
+    for (const [name, table] of this.tables) twin.tables.set(name, table.slice());
+    for (const [name, table] of this.cpu) twin.cpu.set(name, table.slice());
+    twin.cached = new Set(this.cached);
+    for (const name of ["context", "place", "evictions", "reasons"]) twin[name] = new Map(this[name]);
+    return twin;
+  }
+
+  /** Up to the middle of step t. */
+  begin(trace, t) {
+    this.finishing.clear();
+    this.lost.clear();
+    this.taken.clear();
+    const lanes = trace.entries("lane", t);
+    const inLane = new Set();
+    for (const lane of lanes) if (lane.phase !== 4) inLane.add(lane.request);
+    for (const { request, source, target, how } of trace.entries("move", t)) {
+      const [from, to] = [PLACES[source], PLACES[target]];
+      if (to === "finished" || to === "refused") this.reasons.set(request, trace.texts[how]);
+      if (to === "finished" && inLane.has(request)) {
+        this.finishing.add(request);
+        continue;
+      }
+      if (from === "outside" && to === "waiting") this.reasons.delete(request);
+      if (from === "running") this.evictions.set(request, (this.evictions.get(request) ?? 0) + 1);
+      if (from === "running" && to === "waiting") this.context.set(request, 0);
+      this.place.set(request, to);
+    }
+    const ops = trace.entries("op", t);
+    this.apply(ops);
+    for (const lane of lanes) {
+      if (PHASE_NAMES[lane.phase] !== "padding") this.context.set(lane.request, lane.context);
+    }
+  }
+
+  apply(ops) {
+    let old = -1;
+    for (const { kind, request, block } of ops) {
+      if (kind === OP.GAINED) {
+        if (!this.tables.has(request)) this.tables.set(request, []);
+        this.tables.get(request).push(block);
+        this.cached.delete(block);
+        this.taken.add(block);
+      } else if (kind === OP.OLD) old = block;
+      else if (kind === OP.NEW) {
+        const table = this.tables.get(request);
+        table.splice(table.indexOf(block), 1);
+        table[table.indexOf(old)] = block;
+      } else if (kind === OP.LOST) {
+        remove(this.tables, request, block);
+        this.lost.set(block, request);
+      } else if (kind === OP.CPU_GAINED) {
+        if (!this.cpu.has(request)) this.cpu.set(request, []);
+        this.cpu.get(request).push(block);
+      } else if (kind === OP.CPU_LOST) remove(this.cpu, request, block);
+    }
+    this.cache(ops);
+  }
+
+  cache(ops) {
+    const fresh = ops.filter((op) => op.kind === OP.CACHED);
+    if (!fresh.length) return;
+    const held = new Set();
+    for (const table of this.tables.values()) for (const block of table) held.add(block);
+    for (const { block } of fresh) if (!held.has(block)) this.cached.add(block);
+  }
+
+  /** From the middle of step t to its end. */
+  end(trace, t) {
+    const ops = trace.entries("op", t);
+    for (const { kind, request, block } of ops) {
+      if (kind === OP.RELEASED) remove(this.tables, request, block);
+    }
+    this.cache(ops);
+    for (const request of this.finishing) this.place.set(request, "finished");
+    this.finishing.clear();
+  }
+}
+
+function remove(tables, request, block) {
+  const table = tables.get(request);
+  if (!table) return;
+  const index = table.indexOf(block);
+  if (index >= 0) table.splice(index, 1);
+  if (!table.length) tables.delete(request);
+}
+
+/** Finds the books of any step. Stepping forward goes on from where it is; back starts at the
+ * keyframe before. */
+class Replay {
+  constructor(trace) {
+    this.trace = trace;
+    this.keyframes = [new Books()]; // [k]: before step k * KEYFRAME_EVERY
+    this.books = null;
+    this.t = -1;
+  }
+
+  at(t) {
+    if (this.books && this.t === t) return this.books;
+    const goOn = this.books && t > this.t && t - this.t < KEYFRAME_EVERY;
+    if (!goOn) {
+      const key = Math.min(Math.floor(t / KEYFRAME_EVERY), this.keyframes.length - 1);
+      this.books = this.keyframes[key].copy();
+      this.t = key * KEYFRAME_EVERY;
+      this.books.begin(this.trace, this.t);
+    }
+    while (this.t < t) {
+      this.books.end(this.trace, this.t);
+      this.t++;
+      if (this.t === this.keyframes.length * KEYFRAME_EVERY) this.keyframes.push(this.books.copy());
+      this.books.begin(this.trace, this.t);
+    }
+    return this.books;
+  }
+
+  /** The device pool, block by block: who owns it, how full it is, what happens to it now. */
+  blocks(t) {
+    const { trace } = this;
+    const books = this.at(t);
+    const size = trace.about.block_size;
+    const cells = Array.from({ length: trace.blocks }, () => null);
+    for (const [request, table] of books.tables) {
+      const context = books.context.get(request) ?? 0;
+      table.forEach((block, index) => {
+        const cell = cells[block];
+        if (cell) cell.owners.push(request);
+        else {
+          const filled = Math.max(0, Math.min(size, context - index * size));
+          cells[block] = { owners: [request], filled, written: false };
+        }
+      });
+    }
+    for (const lane of trace.entries("lane", t)) {
+      const table = books.tables.get(lane.request);
+      if (!lane.new || !table) continue;
+      const first = Math.floor((lane.context - lane.new) / size);
+      const last = Math.floor((lane.context - 1) / size);
+      for (let i = first; i <= last && i < table.length; i++) cells[table[i]].written = true;
+    }
+    return cells;
+  }
+}
