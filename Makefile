@@ -18,8 +18,14 @@ demo: $(VENV)/.demo
 		--trace runs/demo.jsonl.gz
 	@echo "Recorded in runs/demo.jsonl.gz; look again: $(BIN)/python -m minibatch trace show runs/demo.jsonl.gz"
 
-test: $(VENV)/.test lint
+test: $(VENV)/.test lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Widgets are tried in a real browser, where there is one or root may install one.
+browser:
+	@command -v chromium >/dev/null || command -v apt-get >/dev/null && test "$$(id -u)" != 0 \
+		|| command -v chromium >/dev/null \
+		|| (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

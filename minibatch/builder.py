@@ -12,14 +12,28 @@ import minibatch
 from minibatch.config import EngineConfig
 from minibatch.engine import Engine
 from minibatch.errors import ConfigError
-from minibatch.executor.memory import bytes_per_block, num_cpu_blocks, num_gpu_blocks
+from minibatch.executor.gpu import (
+    attention_backend,
+    make_fp8_kv_cache,
+    make_kv_cache,
+    make_runner,
+    quantize,
+)
+from minibatch.executor.memory import (
+    bytes_per_block,
+    explained_oom,
+    num_cpu_blocks,
+    num_gpu_blocks,
+    release_unused,
+)
 from minibatch.executor.model_runner import ModelRunner
+from minibatch.executor.release import empty_storages
 from minibatch.model.config import ModelConfig
 from minibatch.model.hub import resolve
-from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_config, load_model, random_model
 from minibatch.model.presets import PRESETS
+from minibatch.pipelined import PipelinedEngine
 from minibatch.tokenizer import Tokenizer
 from minibatch.trace import TraceMeta
 
@@ -35,6 +49,8 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     path, shape = find_model(config)
     device = pick_device(config.device)
+    if device.type == "cuda":
+        release_unused()
     dtype = pick_dtype(config.dtype, device, shape)
     longest = config.max_model_len or shape.context_length
     if longest > shape.context_length:
@@ -42,23 +58,39 @@ def build_engine(config: EngineConfig) -> Engine:
             f"max_model_len={longest} is more than the {shape.context_length} positions that "
             f"{config.model} was made for; lower max_model_len."
         )
-    if config.load_format == "dummy" or path is None:
-        model = random_model(
-            shape, dtype=dtype, device=device, seed=config.seed, max_model_len=longest
-        )
-    else:
-        model = load_model(path, dtype=dtype, device=device, max_model_len=longest)
     tokenizer_path = resolve(config.tokenizer) if config.tokenizer else path
     tokenizer = Tokenizer.from_path(tokenizer_path) if tokenizer_path else None
-    return engine_for(model, config, tokenizer)
+    with explained_oom("the weights", "use dtype='bfloat16' or a smaller model"):
+        if config.load_format == "dummy" or path is None:
+            model = random_model(
+                shape, dtype=dtype, device=device, seed=config.seed, max_model_len=longest
+            )
+        else:
+            model = load_model(path, dtype=dtype, device=device, max_model_len=longest)
+    try:
+        quantize(model, config.quantization)
+        return engine_for(model, config, tokenizer, owns_model=True)
+    except BaseException:  # the traceback holds the model; its memory is wanted back all the same
+        empty_storages([*model.parameters(), *model.buffers()])
+        raise
 
 
 def engine_for(
-    model: LlamaForCausalLM, config: EngineConfig, tokenizer: Tokenizer | None = None
+    model: LlamaForCausalLM,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None = None,
+    *,
+    owns_model: bool = False,
 ) -> Engine:
-    """An engine around a model that is loaded already."""
+    """An engine around a model that is loaded already.
+
+    Args:
+        owns_model: closing the engine gives the model's weights back too.
+    """
     shape = model.config
-    block_bytes = bytes_per_block(shape, config.block_size, model.dtype)
+    model.backend = attention_backend(model)
+    kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else model.dtype
+    block_bytes = bytes_per_block(shape, config.block_size, kv_dtype)
     blocks = num_gpu_blocks(config, model, block_bytes)
     cpu_blocks = num_cpu_blocks(config, block_bytes)
     usable_tokens = blocks * config.block_size
@@ -67,17 +99,19 @@ def engine_for(
         num_gpu_blocks=blocks,
         num_cpu_blocks=cpu_blocks,
     )
-    kv_cache = KVCache(
-        shape,
-        blocks,
-        config.block_size,
-        dtype=model.dtype,
-        device=model.device,
-        num_cpu_blocks=cpu_blocks,
-    )
-    return Engine(
+    make_cache = make_fp8_kv_cache if config.kv_cache_dtype == "fp8" else make_kv_cache
+    kv_cache = make_cache(model, scheduler_config)
+    engine_class: type[Engine]
+    executor: ModelRunner
+    if model.device.type == "cuda":
+        engine_class = PipelinedEngine
+        executor = make_runner(model, kv_cache, scheduler_config, config, owns_model)
+    else:
+        engine_class = Engine
+        executor = ModelRunner(model, kv_cache, scheduler_config.max_model_len)
+    return engine_class(
         scheduler_config,
-        ModelRunner(model, kv_cache, scheduler_config.max_model_len),
+        executor,
         tokenizer=tokenizer,
         meta=TraceMeta(
             source="measured",

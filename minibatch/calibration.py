@@ -1,36 +1,42 @@
 """Make the cost model predict *this* machine: fit its constants to a recorded run.
 
-Five numbers are looked for: seconds a byte, seconds a FLOP, and seconds a step, a row and a token.
-Which of memory and compute bounds a step depends on the first two, so the fit goes in turns: given
-who is bound by what, the times are a sum of terms, and non-negative least squares finds the
-constants; with those, the bounds are decided again, until they stay.
+Looked for are seconds a byte, seconds a FLOP, and seconds a row and a step. The first two decide
+which of memory and compute bounds a step, so they are tried on a grid, which is then drawn finer;
+for each pair, the others follow by non-negative least squares.
 
-Steps are weighted so that *relative* errors count: a decode step of 40 ms matters as much as a
-prefill of a second. Steps that the rest of the machine disturbed would still pull the fit, so
-those that miss most count less and less.
+*Relative* errors count: a decode step of 40 ms matters as much as a prefill of a second. Steps that
+the rest of the machine disturbed would still pull the fit, so those that miss most weigh less.
+
+One thing no fit can tell from another: weights are read once a step, so on one model "slow memory"
+and "something else that happens once a step" look alike, unless KV makes the bytes vary. Seconds a
+step are therefore kept only if they explain a good deal more than memory alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
+from typing import NamedTuple
 
 import numpy as np
 
-from minibatch.cost_model import CostModel, StepWork
+from minibatch.cost_model import CostModel
 from minibatch.errors import ConfigError
 from minibatch.metrics import percentile
 from minibatch.record import StepRecord
 from minibatch.trace import Trace
 
-ROUNDS = 30
 LEAST_STEPS = 8
+EARNS_ITS_PLACE = 0.75  # an overhead a step must lower the mean error to this share of it
+GRID = 10  # values tried for each of the two rates...
+REFINEMENTS = 3  # ...so many times, each time closer to the best
+REWEIGHTINGS = 4
 
 
 @dataclass(frozen=True)
 class StepError:
-    """One step, predicted and measured. ``relative`` is above 0 where the prediction is too long."""
+    """One step, predicted and measured; ``relative`` is above 0 if the prediction is too long."""
 
     step: int
     kind: str  # "prefill" | "decode" | "mixed"
@@ -107,34 +113,21 @@ def fit(steps: Trace | Iterable[StepRecord], base: CostModel, block_size: int = 
     if len(chosen) < LEAST_STEPS:
         raise ConfigError(f"{len(chosen)} steps to calibrate from; {LEAST_STEPS} are needed.")
     works = [base.record_work(step, block_size) for step in chosen]
-    measured = np.array([step.duration_s for step in chosen])
-    memory = np.array([float(work.weight_bytes + work.kv_bytes) for work in works])
-    flops = np.array([float(work.flops) for work in works])
-    rest = np.array([[1.0, work.num_rows, work.num_tokens] for work in works])
-    per_byte, per_flop = _first_guess(measured, memory, flops)
-    trust = np.ones(len(chosen))
-    best, best_error = np.zeros(5), np.inf
-    for _ in range(ROUNDS):
-        by_memory = per_byte * memory >= per_flop * flops
-        terms = np.column_stack([memory * by_memory, flops * ~by_memory, rest])
-        constants = _non_negative_least_squares(terms, measured, trust / measured)
-        per_byte = constants[0] or per_byte  # nobody was bound by it: keep the guess
-        per_flop = constants[1] or per_flop
-        predicted = np.maximum(per_byte * memory, per_flop * flops) + rest @ constants[2:]
-        relative = np.abs(predicted / measured - 1.0)
-        if np.median(relative) < best_error:
-            best_error = float(np.median(relative))
-            best = np.array([per_byte, per_flop, *constants[2:]])
-        trust = 1.0 / np.sqrt(np.maximum(relative, 0.01))  # towards least absolute errors
-    per_byte, per_flop, per_step, per_row, per_token = (float(value) for value in best)
+    run = _Run(
+        measured=np.array([step.duration_s for step in chosen]),
+        memory=np.array([float(work.weight_bytes + work.kv_bytes) for work in works]),
+        flops=np.array([float(work.flops) for work in works]),
+        rows=np.array([float(work.num_rows) for work in works]),
+    )
+    plain, with_step = _search(run, False), _search(run, True)
+    best = with_step if with_step.error < EARNS_ITS_PLACE * plain.error else plain
     chip = base.hardware
     return replace(
         base,
-        memory_efficiency=1.0 / per_byte / chip.memory_bandwidth,
-        compute_efficiency=1.0 / per_flop / chip.peak_flops(base.dtype),
-        step_overhead_s=per_step,
-        row_overhead_s=per_row,
-        token_overhead_s=per_token,
+        memory_efficiency=1.0 / best.per_byte / chip.memory_bandwidth,
+        compute_efficiency=1.0 / best.per_flop / chip.peak_flops(base.dtype),
+        step_overhead_s=best.per_step,
+        row_overhead_s=best.per_row,
     )
 
 
@@ -173,28 +166,70 @@ def _kind(step: StepRecord) -> str:
     return "prefill" if prefills == len(step.scheduled) else "mixed"
 
 
-def _first_guess(
-    measured: np.ndarray, memory: np.ndarray, flops: np.ndarray
-) -> tuple[float, float]:
-    """Rates that no step beats: the fastest step by bytes, the fastest by FLOPs."""
-    return float(np.min(measured / memory)), float(np.min(measured / flops))
+class _Run(NamedTuple):
+    """One number a step."""
+
+    measured: np.ndarray  # seconds
+    memory: np.ndarray  # bytes
+    flops: np.ndarray
+    rows: np.ndarray
+
+
+class _Fit(NamedTuple):
+    error: float  # mean size of the relative errors
+    per_byte: float
+    per_flop: float
+    per_row: float
+    per_step: float
+
+
+def _search(run: _Run, with_step: bool) -> _Fit:
+    """The best constants on a grid of rates, drawn finer around the best so far."""
+    # No step was faster than its bytes or FLOPs alone: beyond these rates nothing need be tried.
+    most = np.array([np.min(run.measured / run.memory), np.min(run.measured / run.flops)])
+    best = _Fit(np.inf, 0.0, 0.0, 0.0, 0.0)
+    low, high = np.full(2, 0.02), np.full(2, 1.2)
+    for _ in range(REFINEMENTS):
+        rates = np.linspace(low, high, GRID) * most  # [GRID, 2]
+        for per_byte, per_flop in product(*rates.T):
+            best = min(best, _fit_overheads(run, float(per_byte), float(per_flop), with_step))
+        spacing = (high - low) / (GRID - 1)
+        center = np.array([best.per_byte, best.per_flop]) / most
+        low, high = np.maximum(center - spacing, 0.01), center + spacing
+    return best
+
+
+def _fit_overheads(run: _Run, per_byte: float, per_flop: float, with_step: bool) -> _Fit:
+    """Seconds a row and a step beside a given roofline."""
+    roofline = np.maximum(per_byte * run.memory, per_flop * run.flops)
+    terms = np.column_stack([run.rows, np.ones_like(run.rows)] if with_step else [run.rows])
+    trust = np.ones_like(run.measured)
+    for _ in range(REWEIGHTINGS):
+        overheads = _non_negative_least_squares(
+            terms, run.measured - roofline, trust / run.measured
+        )
+        relative = np.abs((roofline + terms @ overheads) / run.measured - 1.0)
+        trust = 1.0 / np.sqrt(np.maximum(relative, 0.01))  # towards least absolute errors
+    per_row, per_step = (*map(float, overheads), 0.0)[:2]
+    error = float(np.mean(np.minimum(relative, 1.0)))
+    return _Fit(error, per_byte, per_flop, per_row, per_step)
 
 
 def _non_negative_least_squares(
     terms: np.ndarray, target: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
-    """Exact, by trying which constants are zero: with five of them that is 31 small problems."""
+    """Exact, by trying which constants are zero: with two of them that is 3 small problems."""
     count = terms.shape[1]
     scaled, wanted = terms * weights[:, None], target * weights
-    best, least = np.zeros(count), float(wanted @ wanted)
+    gram, moments = scaled.T @ scaled, scaled.T @ wanted
+    best, least = np.zeros(count), 0.0  # the error, less that of all zeros
     for size in range(1, count + 1):
         for chosen in combinations(range(count), size):
-            columns = scaled[:, chosen]
-            if not columns.any(axis=0).all():
+            index = np.ix_(chosen, chosen)
+            if np.linalg.matrix_rank(gram[index]) < size:
                 continue
-            solution = np.linalg.lstsq(columns, wanted, rcond=None)[0]
-            residual = columns @ solution - wanted
-            error = float(residual @ residual)
+            solution = np.linalg.solve(gram[index], moments[list(chosen)])
+            error = -float(solution @ moments[list(chosen)])
             if (solution >= 0).all() and error < least:
                 best, least = np.zeros(count), error
                 best[list(chosen)] = solution

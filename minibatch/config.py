@@ -17,6 +17,8 @@ PolicyName = Literal["static", "dynamic", "continuous", "unified"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+KVCacheDtype = Literal["auto", "fp8"]
+Quantization = Literal["int8", "fp8"]
 
 
 class PreemptionMode(str, Enum):
@@ -88,6 +90,8 @@ class EngineConfig:
             model's shape (vLLM's word), for speed work.
         dtype: ``auto`` takes float32 on a CPU and the checkpoint's own type on a GPU.
         device: ``auto``, ``cpu``, ``cuda``...
+        quantization: ``int8`` weights, or ``fp8`` weights and activations (Ada and Hopper).
+        kv_cache_dtype: ``auto`` stores KV in ``dtype``; ``fp8`` in 8 bits, with scales.
         max_model_len: longest sequence, prompt and output, in tokens.
         block_size: tokens a KV block.
         num_gpu_blocks: size of the KV pool; by default what memory allows.
@@ -113,6 +117,8 @@ class EngineConfig:
     load_format: LoadFormat = "auto"
     dtype: DtypeName = "auto"
     device: str = "auto"
+    quantization: Quantization | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     max_model_len: int | None = None
     block_size: int = 16
     num_gpu_blocks: int | None = None
@@ -138,6 +144,9 @@ class EngineConfig:
             raise ConfigError(f"model={self.model!r}: expected a path, a hub id or a short name.")
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("dtype", self.dtype, get_args(DtypeName))
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, get_args(Quantization))
         check_count("block_size", self.block_size)
         for knob in ("max_model_len", "num_gpu_blocks", "max_num_batched_tokens"):
             if getattr(self, knob) is not None:

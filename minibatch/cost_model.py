@@ -109,7 +109,6 @@ class CostModel:
         link_efficiency: share of the host link that is reached.
         step_overhead_s: seconds a step, whatever is in it.
         row_overhead_s: seconds for each row of the batch.
-        token_overhead_s: seconds for each token, padding included.
 
     Raises:
         ConfigError: an impossible constant, or a dtype that the chip has no figure for.
@@ -125,14 +124,13 @@ class CostModel:
     link_efficiency: float = LINK_EFFICIENCY
     step_overhead_s: float = STEP_OVERHEAD_S
     row_overhead_s: float = 0.0
-    token_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("memory_efficiency", "compute_efficiency", "link_efficiency"):
             check_number(name, getattr(self, name), 0.0, float("inf"))
             if getattr(self, name) == 0.0:
                 raise ConfigError(f"{name}=0.0 would make every step endless.")
-        for name in ("step_overhead_s", "row_overhead_s", "token_overhead_s"):
+        for name in ("step_overhead_s", "row_overhead_s"):
             check_number(name, getattr(self, name), 0.0, float("inf"))
         for name in ("dtype", "weight_dtype", "kv_dtype"):
             value = getattr(self, name)
@@ -272,9 +270,7 @@ class CostModel:
             weights_s=work.weight_bytes / bandwidth,
             kv_s=work.kv_bytes / bandwidth,
             compute_s=work.flops / flops,
-            overhead_s=self.step_overhead_s
-            + self.row_overhead_s * work.num_rows
-            + self.token_overhead_s * work.num_tokens,
+            overhead_s=self.step_overhead_s + self.row_overhead_s * work.num_rows,
             link_s=work.link_bytes / link,
         )
 

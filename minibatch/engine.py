@@ -42,6 +42,8 @@ class _Step:
     output: SchedulerOutput
     start_s: float
     schedule_s: float
+    arrived: tuple[Arrival, ...]  # since the step before was decided
+    refused: tuple[Refusal, ...]
 
 
 class Engine(Closing):
@@ -216,7 +218,9 @@ class Engine(Closing):
     def _decide(self) -> _Step:
         start = self.clock()
         output = self.scheduler.schedule(start)
-        self._pending = _Step(output, start, self.clock() - start)
+        arrived, self._arrived = tuple(self._arrived), []
+        refused, self._refused = tuple(self._refused), []
+        self._pending = _Step(output, start, self.clock() - start, arrived, refused)
         return self._pending
 
     def _take_results(self, step: _Step, sampled: dict[str, SampledToken]) -> StepRecord:
@@ -247,9 +251,9 @@ class Engine(Closing):
     def _record(self, step: _Step, tokens: dict[str, int], finished: list[Request]) -> StepRecord:
         output = step.output
         changes = self.scheduler.block_manager.take_changes()
-        arrived, self._arrived = tuple(self._arrived), []
-        ended, self._ended = self._ended, []
-        refused, self._refused = tuple(self._refused), []
+        untold = {arrival.request_id for arrival in self._arrived}  # told by the next record
+        ended = [finish for finish in self._ended if finish.request_id not in untold]
+        self._ended = [finish for finish in self._ended if finish.request_id in untold]
         done = [Finish(r.request_id, r.finish_reason.value) for r in finished if r.finish_reason]
         return StepRecord(
             step=output.step,
@@ -257,7 +261,7 @@ class Engine(Closing):
             duration_s=self.clock() - step.start_s,
             schedule_s=step.schedule_s,
             predicted_s=self.predict(output) if self.predict is not None else None,
-            arrived=arrived,
+            arrived=step.arrived,
             admitted=tuple(output.admitted),
             held_back=output.held_back,
             scheduled=tuple(
@@ -270,7 +274,7 @@ class Engine(Closing):
             swapped_in=output.swapped_in,
             swapped_out=output.swapped_out,
             finished=(*done, *ended),
-            refused=refused,
+            refused=step.refused,
             waiting=output.waiting,
             running=output.running,
             swapped=output.swapped,

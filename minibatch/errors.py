@@ -64,6 +64,10 @@ class InvariantError(MinibatchError, AssertionError):
     """The engine's own books do not balance. Always a bug of minibatch, never of its user."""
 
 
+class DeviceMemoryError(MinibatchError):
+    """The GPU's memory does not hold what was asked for; the message names the knob to turn."""
+
+
 class EngineClosedError(MinibatchError):
     """The engine was closed; its memory has been given back."""
 

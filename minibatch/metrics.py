@@ -121,6 +121,51 @@ class _Open:
     prefix_hit_tokens: int = 0
 
 
+class _MemoryMeter:
+    """Tokens held and tokens filled, summed over time. A shared block counts for each holder."""
+
+    def __init__(self, num_gpu_blocks: int, block_size: int) -> None:
+        self.num_gpu_blocks = num_gpu_blocks
+        self.block_size = block_size
+        self.held_token_s = self.filled_token_s = self.pool_s = 0.0
+        self._blocks: dict[str, int] = {}  # in each request's table
+        self._context: dict[str, int] = {}  # tokens with KV, of those who still need them
+
+    def add(self, step: StepRecord) -> None:
+        """Who is evicted frees its blocks before the step runs; who finishes, after it."""
+        blocks, context = self._blocks, self._context
+        for request_id, taken in step.blocks_allocated.items():
+            blocks[request_id] = blocks.get(request_id, 0) + len(taken)
+        for preemption in step.preempted:
+            context.pop(preemption.request_id, None)
+        for row in step.scheduled:
+            if row.num_tokens and row.request_id in blocks:
+                context[row.request_id] = row.context_len
+        late: dict[str, int] = {}
+        if step.blocks_freed:
+            ran = {row.request_id for row in step.scheduled}
+            copied = len(step.blocks_copied)  # copy-on-write drops one block and goes on
+            for request_id, freed in step.blocks_freed.items():
+                if request_id in ran and not (copied and len(freed) == 1):
+                    late[request_id] = len(freed)
+                else:
+                    self._drop(request_id, len(freed))
+        self.held_token_s += step.duration_s * sum(blocks.values()) * self.block_size
+        self.filled_token_s += step.duration_s * sum(context.values())
+        self.pool_s += step.duration_s * (1 - step.free_blocks / self.num_gpu_blocks)
+        for request_id, count in late.items():
+            self._drop(request_id, count)
+        for finish in step.finished:
+            context.pop(finish.request_id, None)
+
+    def _drop(self, request_id: str, count: int) -> None:
+        left = self._blocks.get(request_id, 0) - count
+        if left > 0:
+            self._blocks[request_id] = left
+        else:
+            self._blocks.pop(request_id, None)
+
+
 class MetricsCollector:
     """Takes records one by one, and needs none of them afterwards: for runs too long to keep.
 
@@ -132,8 +177,6 @@ class MetricsCollector:
 
     def __init__(self, max_num_seqs: int, num_gpu_blocks: int, block_size: int) -> None:
         self.max_num_seqs = max_num_seqs
-        self.num_gpu_blocks = num_gpu_blocks
-        self.block_size = block_size
         self.num_steps = 0
         self.busy_s = 0.0
         self.num_padding_tokens = 0
@@ -141,9 +184,7 @@ class MetricsCollector:
         self._start_s = math.inf
         self._end_s = 0.0
         self._useful_rows = 0
-        self._held: dict[str, int] = {}  # blocks in each request's table
-        self._context: dict[str, int] = {}  # tokens with KV, of those who still need it
-        self._held_s = self._filled_s = self._pool_s = 0.0  # integrals over time
+        self._memory = _MemoryMeter(num_gpu_blocks, block_size)
 
     def add(self, step: StepRecord) -> None:
         """Take the next record."""
@@ -171,37 +212,8 @@ class MetricsCollector:
         self.num_steps += 1
         self.busy_s += step.duration_s
         self.num_padding_tokens += step.num_padding_tokens
-        self._add_memory(step)
-
-    def _add_memory(self, step: StepRecord) -> None:
-        """Who is evicted frees its blocks before the step runs, who finishes after it."""
-        held, context = self._held, self._context
-        for request_id, blocks in step.blocks_allocated.items():
-            held[request_id] = held.get(request_id, 0) + len(blocks)
-        for preemption in step.preempted:
-            context.pop(preemption.request_id, None)
-        for row in step.scheduled:
-            if row.num_tokens:
-                self._useful_rows += 1
-                context[row.request_id] = row.context_len
-        ran = {row.request_id for row in step.scheduled} if step.blocks_freed else ()
-        done = {finish.request_id for finish in step.finished}
-        late: dict[str, int] = {}
-        for request_id, blocks in step.blocks_freed.items():
-            if request_id in ran and (not step.blocks_copied or request_id in done):
-                late[request_id] = len(blocks)
-            else:
-                held[request_id] = held.get(request_id, 0) - len(blocks)
-        self._held_s += step.duration_s * sum(held.values()) * self.block_size
-        self._filled_s += step.duration_s * sum(context.values())
-        self._pool_s += step.duration_s * (1 - step.free_blocks / self.num_gpu_blocks)
-        for request_id, count in late.items():
-            held[request_id] -= count
-        for request_id in step.blocks_freed:
-            if not held[request_id]:
-                del held[request_id]
-        for request_id in done:
-            context.pop(request_id, None)
+        self._useful_rows += sum(row.num_tokens > 0 for row in step.scheduled)
+        self._memory.add(step)
 
     def result(self) -> RunMetrics:
         """The figures so far."""
@@ -226,8 +238,8 @@ class MetricsCollector:
             num_steps=self.num_steps,
             num_padding_tokens=self.num_padding_tokens,
             slot_utilization=_ratio(self._useful_rows, self.num_steps * self.max_num_seqs),
-            kv_utilization=_ratio(self._filled_s, self._held_s),
-            pool_use=_ratio(self._pool_s, self.busy_s),
+            kv_utilization=_ratio(self._memory.filled_token_s, self._memory.held_token_s),
+            pool_use=_ratio(self._memory.pool_s, self.busy_s),
         )
 
 

@@ -94,6 +94,9 @@ class StepRecord:
     requests leave. ``free_blocks`` counts every block that nobody holds; ``cached_blocks`` says
     how many of these still hold a findable prefix. ``num_batched_tokens`` counts useful tokens,
     ``num_padding_tokens`` those computed for nobody; together they are what the model saw.
+
+    Block tables can be told from records alone: a request's table is what was allocated to it, in
+    order, less the first entry of each block freed; the finished give theirs back at the end.
     """
 
     step: int

@@ -83,6 +83,21 @@ class SimulationMeta(TraceMeta):
     simulation: dict[str, Any] = field(default_factory=dict)
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No search for cyclic garbage meanwhile: records hold no cycles, and going through all that
+    were kept, again and again, takes a third of a long run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
 def simulate(
     requests: Workload | Iterable[RequestSpec],
     hardware_: str | Hardware = "a100-80gb",
@@ -133,6 +148,7 @@ def compare(
     return {policy: simulate(workload, *args, policy=policy, **kwargs) for policy in policies}
 
 
+@collector_paused()
 def fork(trace: Trace, step: int, **knobs: Any) -> Trace:
     """The run of ``trace`` again, but from ``step`` on under other ``knobs`` (``policy`` too).
 
@@ -189,7 +205,7 @@ class Simulation:
 
     def finish(self, on_step: Callable[[StepRecord], None] | None = None) -> Trace:
         """Run to the end; returns the trace."""
-        with self.engine, collector_paused():
+        with self.engine:
             for record in self.run():
                 if on_step is not None:
                     on_step(record)
@@ -243,6 +259,8 @@ class Simulation:
         if not self._changes or engine.scheduler.step < self._changes[0][0]:
             return
         _, config = self._changes.pop(0)
+        if config == engine.config:
+            return
         scheduler = make_scheduler(config)
         take_over(scheduler, engine.scheduler)
         engine.scheduler = scheduler
@@ -250,20 +268,6 @@ class Simulation:
         self.executor.block_size = config.block_size
         engine.trace.meta.policy = config.policy
         engine.trace.meta.knobs = config_to_dict(config)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No search for cyclic garbage meanwhile: records hold no cycles, and going through all that
-    were kept, again and again, takes a third of a long run.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 # -- knobs ----------------------------------------------------------------------------------------

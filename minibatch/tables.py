@@ -31,7 +31,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], style: str = 
         return "\n".join("  ".join(row).rstrip() for row in padded)
     if style != "markdown":
         raise ValueError(f"style={style!r}: expected 'plain', 'markdown' or 'csv'.")
-    rule = ["-" * width + ("" if column == 0 else ":") for column, width in enumerate(widths)]
+    rule = [
+        "-" * width if column == 0 else "-" * max(width - 1, 1) + ":"
+        for column, width in enumerate(widths)
+    ]
     lines = [padded[0], rule, *padded[1:]]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 

@@ -382,15 +382,12 @@ class Replay:
     def _queues(self, record: StepRecord, policy: str) -> None:
         queued = {*record.waiting, *record.running, *record.swapped}  # once all was decided
         ended = {finish.request_id for finish in record.finished}
-        late: set[str] = set()  # came while an interrupted step was pending
         for arrival in record.arrived:
             leader, _, index = arrival.request_id.partition("#")
             if index and index != "0" and policy in ("continuous", "unified"):
                 self.unborn.setdefault(f"{leader}#0", set()).add(arrival.request_id)
-            elif arrival.request_id in queued | ended:
-                self.waiting.add(arrival.request_id)
             else:
-                late.add(arrival.request_id)
+                self.waiting.add(arrival.request_id)
         between = ended - queued  # ended before the step was decided
         self._leave(between, policy)
         for preemption in record.preempted:
@@ -411,7 +408,6 @@ class Replay:
         for leader in [i for i in self.unborn if i in record.sampled]:
             self.waiting |= self.unborn.pop(leader)
         self._leave(ended - between, policy)
-        self.waiting |= late
 
     def _leave(self, ended: set[str], policy: str) -> None:
         for leader in ended & self.unborn.keys():

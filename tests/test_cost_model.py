@@ -156,17 +156,11 @@ def test_quantisation_fixes_one_end_each() -> None:
     assert rate["plain", 256] == pytest.approx(12160, rel=0.01)
 
 
-def test_overheads_are_added_per_step_row_and_token() -> None:
-    model = CostModel(
-        LLAMA,
-        hardware("a100-80gb"),
-        step_overhead_s=1.0,
-        row_overhead_s=0.1,
-        token_overhead_s=0.001,
-    )
-    assert model.cost(model.work([(10, 10, 5, True), (1, 9, 0, True)])).overhead_s == (
-        pytest.approx(1.0 + 2 * 0.1 + 16 * 0.001)
-    )
+def test_overheads_are_added_per_step_and_row() -> None:
+    model = CostModel(LLAMA, hardware("a100-80gb"), step_overhead_s=1.0, row_overhead_s=0.1)
+    work = model.work([(10, 10, 5, True), (1, 9, 0, True)])
+    assert model.cost(work).overhead_s == pytest.approx(1.0 + 2 * 0.1)
+    assert model.cost(work).total_s > 1.2
 
 
 @pytest.mark.parametrize(

@@ -413,6 +413,18 @@ def test_aborting_while_a_step_is_pending(
     assert_all_free(engine)
 
 
+def test_coming_and_going_while_a_step_is_pending() -> None:
+    """Nobody's end is told before its arrival."""
+    engine, auditor = interrupted(1)
+    engine.add_request("C", [9], greedy(3))
+    engine.abort("C")
+    while engine.has_unfinished:
+        auditor.step()
+    told = [(r.step, f) for r in auditor.records for f in r.finished if f.request_id == "C"]
+    arrived = [r.step for r in auditor.records for a in r.arrived if a.request_id == "C"]
+    assert told == [(arrived[0], Finish("C", "abort"))]
+
+
 def test_an_aborted_row_of_a_pending_step_is_still_computed_for_others() -> None:
     """B hits a block that A computes in the same step; A is aborted before it has."""
     engine, auditor = interrupted(0, enable_prefix_caching=True)

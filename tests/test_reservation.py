@@ -67,9 +67,7 @@ def test_as_many_run_at_once_as_the_count_says(policy: str) -> None:
 
     def peak(count: int) -> tuple[int, int]:
         knobs = {"num_gpu_blocks": blocks, "max_model_len": longest, "max_num_seqs": 64}
-        trace = simulate(
-            generate(count, prompt, output), model="tiny", policy=policy, knobs=knobs
-        )
+        trace = simulate(generate(count, prompt, output), model="tiny", policy=policy, knobs=knobs)
         return max(len(step.running) for step in trace), trace.summary["num_preemptions"]
 
     assert expected.fits(expected.num_sequences) and not expected.fits(expected.num_sequences + 1)

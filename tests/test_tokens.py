@@ -7,12 +7,13 @@ Greedy, float32, tiny random Llamas. Each test also reads from the records that 
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokens_helpers import (
@@ -46,6 +47,8 @@ from minibatch.scheduler import ForcedPreemption
 from tests.model.model_helpers import hf_config, hf_model, random_tokens, save
 
 Knobs = dict[str, Any]
+
+EXAMPLES = int(os.environ.get("MINIBATCH_EXAMPLES", "0"))  # of the last test: to search longer
 
 ORIGINAL = 16  # positions of the scaled ropes before scaling: sequences here run past it
 
@@ -110,7 +113,6 @@ FEW_IDS = [job.request_id for job in FEW_JOBS]
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
     """The model of a shape in ``SHAPES``, with what it has said so far."""
-    torch.set_num_threads(1)
 
     @functools.cache
     def make(shape: str) -> TinyModel:
@@ -309,9 +311,7 @@ def prefixed(request_id: str, length: int, **settings: Any) -> Job:
 
 @block_sizes
 @caching_policies
-@pytest.mark.parametrize(
-    "arrives", [0, 2, 30], ids=["same step", "while it runs", "after its end"]
-)
+@pytest.mark.parametrize("arrives", [0, 2, 30], ids=["same step", "while it runs", "after its end"])
 def test_prompts_that_begin_alike(
     gqa: TinyModel, policy: str, block_size: int, arrives: int
 ) -> None:
@@ -368,9 +368,7 @@ def test_hits_on_generated_tokens(gqa: TinyModel, policy: str, block_size: int) 
 
 @block_sizes
 @pytest.mark.parametrize("policy", PAGED)
-def test_a_victim_finds_its_own_blocks_again(
-    gqa: TinyModel, policy: str, block_size: int
-) -> None:
+def test_a_victim_finds_its_own_blocks_again(gqa: TinyModel, policy: str, block_size: int) -> None:
     """Prompt and answer alike, and even when the neighbours hold them too."""
     jobs = [prefixed("a", 3, max_tokens=15), prefixed("b", 5, max_tokens=15)]
     engine = make_engine(gqa, block_size=block_size, **CACHING[policy])
@@ -583,7 +581,7 @@ def test_aborts_while_a_step_is_interrupted(gqa: TinyModel, variant: str, point:
     that begins like them must not hit what then was never computed.
     """
     # Prompts that begin alike, so that one step hits what it computes itself.
-    jobs = [Job(name, PREFIX[:9] + [index], 5) for index, name in enumerate("abc")]
+    jobs = [Job(name, [*PREFIX[:9], index], 5) for index, name in enumerate("abc")]
     newcomer = Job("n", PREFIX[:13], 5)
     knobs = INTERRUPTIBLE[variant] | {"num_gpu_blocks": POOL_TOKENS // 4}
     plan = ForcedPreemption(at={3: ["a", "b"]}) if variant in PREEMPTING else None
@@ -655,21 +653,34 @@ def stories(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(story=stories())
-def test_anything_at_once(gqa: TinyModel, story: dict[str, Any]) -> None:
+def test_anything_at_once(gqa: TinyModel) -> None:
     """Evictions, hits, samples, aborts and interrupts, as chance has it."""
-    jobs, aborts = story["jobs"], story["aborts"]
-    engine = make_engine(gqa, **story["knobs"])
-    if story["evictions"]:
-        engine.force_preemption(
-            ForcedPreemption(probability=story["evictions"], seed=story["seed"], limit=40)
-        )
-    interrupt(engine, story["point"], story["interrupted"])
+    seen: Counter[str] = Counter()
 
-    def abort(step: int) -> None:  # between steps, and within one that is interrupted
-        if step in aborts:
-            engine.abort(aborts[step])
+    @settings(max_examples=EXAMPLES or 200, deadline=None, derandomize=not EXAMPLES)
+    @given(story=stories())
+    def tell(story: dict[str, Any]) -> None:
+        jobs, aborts = story["jobs"], story["aborts"]
+        engine = make_engine(gqa, **story["knobs"])
+        if story["evictions"]:
+            engine.force_preemption(
+                ForcedPreemption(probability=story["evictions"], seed=story["seed"], limit=40)
+            )
+        executor = interrupt(engine, story["point"], story["interrupted"])
 
-    drive(engine, jobs, before_step=abort, when_interrupted=abort)
-    assert_each_as_alone(engine, gqa, jobs, aborted=set(aborts.values()))
+        def abort(step: int) -> None:  # between steps, and within one that is interrupted
+            if step in aborts:
+                seen["abort"] += engine.abort(aborts[step])
+
+        records = drive(engine, jobs, before_step=abort, when_interrupted=abort)
+        assert_each_as_alone(engine, gqa, jobs, aborted=set(aborts.values()))
+        seen["interrupt"] += len(executor.struck)
+        seen.update(f"{entry.mode} {entry.victim_of is None}" for entry in preemptions(records))
+        for entry in admissions(records):
+            seen[entry.how] += 1
+            seen["hit"] += bool(entry.prefix_hit_tokens) and entry.how != "forked"
+
+    tell()
+    evictions = [f"{mode} {by_hand}" for mode in ("swap", "recompute") for by_hand in (True, False)]
+    for what in (*evictions, "abort", "interrupt", "forked", "recomputed", "swapped_in", "hit"):
+        assert seen[what] >= 20, what

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,10 +55,10 @@ def test_continuous_is_never_slower_and_does_the_same_work(lengths: list[int], s
 @pytest.mark.parametrize(("policy", "toy"), [("static", static), ("unified", continuous)])
 @given(lengths=REQUEST_LISTS, slots=SLOTS)
 @settings(max_examples=200, deadline=None)
-def test_the_engine_agrees_step_for_step(policy: str, toy: object, lengths: list[int], slots: int):
+def test_the_engine_agrees_step_for_step(
+    policy: str, toy: Callable[..., tuple[int, int]], lengths: list[int], slots: int
+) -> None:
     trace = run(policy, lengths, slots)
     useful = [sum(row.num_tokens > 0 for row in step.scheduled) for step in trace]
     assert (len(trace), sum(useful)) == toy(lengths, slots)
-    assert measure(trace).slot_utilization == pytest.approx(
-        utilization(toy(lengths, slots), slots)
-    )
+    assert measure(trace).slot_utilization == pytest.approx(utilization(toy(lengths, slots), slots))

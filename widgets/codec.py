@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 MAGIC = b"MBT1"
-DTYPES = {"u1": np.uint8, "i4": np.int32, "f4": np.float32, "f8": np.float64}
+DTYPES = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32, "f8": np.float64}
 
 
 def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:

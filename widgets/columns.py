@@ -7,13 +7,14 @@ totals are told; it only applies block changes, and looks up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from minibatch.record import HELD_BACK_REASONS, StepRecord
 from minibatch.trace import Trace, TraceMeta
-from widgets.codec import pack, squeeze
+from widgets.codec import pack, squeeze, unpack
 from widgets.names import Names
 from widgets.replay import PHASES, PLACES, Facts, Replay
 from widgets.view import block_size, narrator
@@ -64,6 +65,8 @@ RUN_COLUMNS = {
     "evict": ("request", "mode", "culprit", "needed", "free"),
     "op": ("kind", "request", "block"),
 }
+_NARROW = {"lane_slot": "<u2", "lane_phase": "u1", "move_source": "u1", "move_target": "u1",
+           "op_kind": "u1"}  # fmt: skip
 _LANE_WIDTH = len(RUN_COLUMNS["lane"])
 
 
@@ -120,7 +123,8 @@ class ColumnWriter:
             columns[f"{name}_n"] = np.array(self._counts[name], dtype="<i4")
             table = np.array(self._runs[name], dtype="<i4").reshape(-1, len(parts))
             for index, part in enumerate(parts):
-                columns[f"{name}_{part}"] = np.ascontiguousarray(table[:, index])
+                dtype = _NARROW.get(f"{name}_{part}", "<i4")
+                columns[f"{name}_{part}"] = table[:, index].astype(dtype)
         header = {
             "steps": len(self._steps),
             "clauses": self._clauses,
@@ -271,6 +275,7 @@ def describe(meta: TraceMeta, trace: Trace | None = None) -> dict[str, Any]:
         "null_block": meta.policy == "unified",
         "mixes": meta.policy == "unified" or bool(knobs.get("enable_chunked_prefill")),
         "lanes": slots,
+        "swaps": meta.policy == "continuous" and knobs.get("preemption_mode") == "swap",
         "most_waiting": 0,
         "most_swapped": 0,
         "most_cpu": 0,
@@ -279,9 +284,24 @@ def describe(meta: TraceMeta, trace: Trace | None = None) -> dict[str, Any]:
         about["lanes"] = num_lanes(trace)
         about["most_waiting"] = max((len(s.waiting) for s in trace), default=0)
         about["most_swapped"] = max((len(s.swapped) for s in trace), default=0)
+        about["swaps"] = about["swaps"] or about["most_swapped"] > 0
         about["most_cpu"] = 1 + _highest(s.cpu_blocks_allocated for s in trace)
         about["blocks"] = max(about["blocks"], 1 + _highest(s.blocks_allocated for s in trace))
     return about
+
+
+def join(chunks: Sequence[bytes]) -> bytes:
+    """Chunks that follow each other, as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    headers, columns = zip(*map(unpack, chunks), strict=True)
+    lists = {
+        key: [entry for header in headers for entry in header[key]]
+        for key in ("clauses", "requests", "texts")
+    }
+    steps = sum(header["steps"] for header in headers)
+    joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+    return pack({"steps": steps, **lists}, joined)
 
 
 def num_lanes(trace: Trace) -> int:

@@ -119,6 +119,9 @@ def css_variables() -> str:
     """The themes as CSS custom properties."""
     rules = []
     for theme, colours in THEMES.items():
-        body = "".join(f"--mb-{name.replace('_', '-')}:{value};" for name, value in colours.items())
+        pairs = {name.replace("_", "-"): value for name, value in colours.items()}
+        for name, phase in PHASES.items():
+            pairs[name.replace("_", "-")] = phase.edge if theme == "light" else phase.edge_dark
+        body = "".join(f"--mb-{name}:{value};" for name, value in pairs.items())
         rules.append(f'.mb-root[data-theme="{theme}"]{{color-scheme:{theme};{body}}}')
     return "\n".join(rules)

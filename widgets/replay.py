@@ -237,6 +237,7 @@ class Replay:
         state = self.state
         evicted: dict[str, tuple[int, int, bool]] = {}
         left = [name for name in self._running_before if name in state.requests]
+        gone: set[str] = set()
         for preemption in record.preempted:
             name = preemption.request_id
             request = state.requests.get(name)
@@ -245,8 +246,8 @@ class Replay:
             ages = [state.requests[other].admitted_at for other in left if other != name]
             newest = all(request.admitted_at >= age for age in ages)
             left = [other for other in left if other != name]
-            held = len(state.tables.get(name, ()))
-            evicted[name] = (request.context_len, held, newest)
+            gone.add(name)
+            evicted[name] = (request.context_len, self._sole_blocks(name, gone), newest)
             request.preemptions += 1
             request.slot = -1
             swap = preemption.mode == "swap"
@@ -255,6 +256,14 @@ class Replay:
             request.place = "swapped" if swap else "waiting"
             moves.append(Move(name, "running", request.place, preemption.mode))
         return evicted
+
+    def _sole_blocks(self, name: str, gone: set[str]) -> int:
+        """Blocks of ``name`` that nobody else holds but those who are ``gone`` as well."""
+        own = set(self.state.tables.get(name, ()))
+        for other, table in self.state.tables.items():
+            if own and other not in gone:
+                own.difference_update(table)
+        return len(own)
 
     def _admit(self, record: StepRecord, moves: list[Move]) -> None:
         for admission in record.admitted:

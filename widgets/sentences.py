@@ -111,7 +111,7 @@ class Narrator:
         """What the eviction costs."""
         words, name = self.words, self.label(preemption.request_id)
         tokens, blocks, _ = facts.evicted.get(preemption.request_id, (0, 0, False))
-        if blocks == 0:
+        if tokens == 0:
             return words("cost.none", who=name)
         if preemption.mode == "swap":
             return words("cost.swap", who=name, blocks=words.count("block", blocks))

@@ -181,8 +181,8 @@ class View:
         if held is None or place == 0:
             return words("waits.free", who=who, place=place)
         reason = self.narrator.held_reason(held)
-        if held.request_id == name:
-            return words("waits.head", who=who, reason=reason)
+        if held.request_id == name:  # it may stand behind somebody evicted since
+            return words("waits.head" if place == 1 else "held", who=who, reason=reason)
         head = self.narrator.label(held.request_id)
         return words("waits.behind", who=who, place=place, head=head, reason=reason)
 

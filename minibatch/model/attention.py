@@ -69,26 +69,25 @@ class _Decodes:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """One sequence with several query tokens: one call of its own."""
 
     start: int  # its first packed token
     end: int
     slots: Tensor  # int64 [L]
-    mask: Tensor | None  # bool [queries, L]; None: the whole sequence, so plainly causal
+    mask: Tensor | None  # [queries, L], 0 or -inf; None: the whole sequence, so plainly causal
 
 
 @dataclass(frozen=True)
 class _Plan:
     decodes: _Decodes | None
-    chunks: list[_Chunk]
+    chunks: list[Chunk]
 
 
 class PagedReferenceAttention(AttentionBackend):
     """Gather the blocks, then torch's ``scaled_dot_product_attention``. Runs on any device.
 
-    The reference for every other backend, and the CPU's only one. It pays for its plainness by
-    copying what it reads. Several query heads share a KV head by being *rows* of one query
+    The reference for every other backend. It pays for its plainness by copying what it reads. Several query heads share a KV head by being *rows* of one query
     matrix, so K and V are never repeated.
     """
 
@@ -96,12 +95,7 @@ class PagedReferenceAttention(AttentionBackend):
         decodes = None
         if meta.num_decodes:
             decodes = _plan_decodes(meta, kv_cache.block_size, dtype)
-        chunks, start = [], meta.num_decodes
-        for sequence in range(meta.num_decodes, len(meta.query_lens)):
-            chunk = _plan_chunk(meta, sequence, start, kv_cache.block_size)
-            chunks.append(chunk)
-            start = chunk.end
-        meta.plan = _Plan(decodes, chunks)
+        meta.plan = _Plan(decodes, plan_chunks(meta, kv_cache.block_size, dtype))
 
     def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
         out = torch.zeros_like(q)  # padding stays 0
@@ -111,7 +105,7 @@ class PagedReferenceAttention(AttentionBackend):
             out[: decodes.batch] = _attend_decodes(q[: decodes.batch], keys, values, decodes)
         for chunk in meta.plan.chunks:
             queries = q[chunk.start : chunk.end]
-            out[chunk.start : chunk.end] = _attend_chunk(queries, keys, values, chunk)
+            out[chunk.start : chunk.end] = attend_chunk(queries, keys, values, chunk)
         return out
 
 
@@ -124,7 +118,7 @@ def _plan_decodes(meta: AttentionMetadata, block_size: int, dtype: torch.dtype) 
     # Behind its end a sequence reads its own first token again: always written, so always a
     # number. An unwritten slot may hold NaN, and NaN times a weight of 0 is NaN.
     source = torch.where(live, positions, 0)  # [B, L]
-    slots = _slots(meta.block_tables[:batch], source, block_size)
+    slots = slots_of(meta.block_tables[:batch], source, block_size)
     empty = None
     if 0 in lengths:  # rows that pad the batch to a fixed size
         empty = (meta.seq_lens[:batch] == 0).view(batch, 1, 1, 1)
@@ -133,24 +127,31 @@ def _plan_decodes(meta: AttentionMetadata, block_size: int, dtype: torch.dtype) 
     return _Decodes(slots.flatten(), mask.view(batch, 1, 1, longest), batch, empty)
 
 
-def _plan_chunk(meta: AttentionMetadata, sequence: int, start: int, block_size: int) -> _Chunk:
-    num_queries, length = meta.query_lens[sequence], meta.seq_lens_host[sequence]
-    positions = torch.arange(length, device=meta.seq_lens.device)  # [L]
-    table = meta.block_tables[sequence : sequence + 1]
-    slots = _slots(table, positions[None], block_size)[0]
-    mask = None
-    if num_queries < length:  # earlier context: torch's own causal mask is aligned top left
-        mask = positions <= positions[length - num_queries :, None]  # [queries, L]
-    return _Chunk(start, start + num_queries, slots, mask)
+def plan_chunks(meta: AttentionMetadata, block_size: int, dtype: torch.dtype) -> list[Chunk]:
+    """The sequences with several query tokens."""
+    chunks, start = [], meta.num_decodes
+    for sequence in range(meta.num_decodes, len(meta.query_lens)):
+        num_queries, length = meta.query_lens[sequence], meta.seq_lens_host[sequence]
+        positions = torch.arange(length, device=meta.seq_lens.device)  # [L]
+        table = meta.block_tables[sequence : sequence + 1]
+        slots = slots_of(table, positions[None], block_size)[0]
+        mask = None
+        if num_queries < length:  # earlier context: torch's own causal mask is aligned top left
+            hidden = positions > positions[length - num_queries :, None]  # [queries, L]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            mask.masked_fill_(hidden, -torch.inf)
+        chunks.append(Chunk(start, start + num_queries, slots, mask))
+        start += num_queries
+    return chunks
 
 
-def _slots(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+def slots_of(block_tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """Slots of ``positions [B, L]`` under ``block_tables [B, max_blocks]``: int64 ``[B, L]``."""
     blocks = block_tables.long().clamp(min=0).gather(1, positions // block_size)
     return blocks * block_size + positions % block_size
 
 
-def _read(pool: Tensor, slots: Tensor) -> Tensor:
+def read_rows(pool: Tensor, slots: Tensor) -> Tensor:
     """Copy ``[N, Hkv, D]`` out of a pool ``[blocks, block_size, Hkv, D]``."""
     heads, head_dim = pool.shape[2:]
     # An embedding lookup is torch's fastest copy of whole rows (on a CPU, by several times).
@@ -162,8 +163,8 @@ def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, plan: _Decodes) -> 
     batch, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     # [B, L, Hkv, D] seen as [B, Hkv, L, D]
-    k = _read(keys, plan.slots).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
-    v = _read(values, plan.slots).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
+    k = read_rows(keys, plan.slots).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
+    v = read_rows(values, plan.slots).view(batch, -1, num_kv_heads, head_dim).transpose(1, 2)
     # The G query heads of one KV head stand where a sequence's queries would: [B, Hkv, G, D]
     q = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask)
@@ -172,15 +173,15 @@ def _attend_decodes(q: Tensor, keys: Tensor, values: Tensor, plan: _Decodes) -> 
     return out.reshape(batch, num_heads, head_dim)
 
 
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, plan: _Chunk) -> Tensor:
+def attend_chunk(q: Tensor, keys: Tensor, values: Tensor, plan: Chunk) -> Tensor:
     """``q [queries, Hq, D]`` to ``[queries, Hq, D]``."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
     # KV heads stand where a batch would; their query heads share K and V by a stride of 0.
     q = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    k = _read(keys, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
-    v = _read(values, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    k = read_rows(keys, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    v = read_rows(values, plan.slots).transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=plan.mask, is_causal=plan.mask is None
     )  # [Hkv, G, n, D]

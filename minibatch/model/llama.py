@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minibatch.model.attention import AttentionBackend, AttentionMetadata, PagedReferenceAttention
+from minibatch.model.attention import AttentionBackend, AttentionMetadata
+from minibatch.model.backends import default_backend
 from minibatch.model.config import ModelConfig
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.rotary import RotaryEmbedding, rotate
@@ -41,7 +42,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.max_model_len = config.context_length if max_model_len is None else max_model_len
-        self.backend = backend or PagedReferenceAttention()
+        self.backend = backend or default_backend(device)
         with torch.device("meta"):  # shapes only: nothing is allocated, nothing drawn
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(
@@ -90,8 +91,9 @@ class LlamaForCausalLM(nn.Module):
 
         Pass only the rows that are sampled: for a prompt of 500 tokens that is one row.
         """
-        matrix = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, matrix.weight).float()
+        if self.lm_head is None:
+            return F.linear(hidden, self.embed_tokens.weight).float()
+        return self.lm_head(hidden).float()
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Our weights under Hugging Face's names: views, so filling them fills the model.

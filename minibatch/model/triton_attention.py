@@ -16,6 +16,7 @@ from torch import Tensor
 from minibatch.model.attention import AttentionBackend, AttentionMetadata
 from minibatch.model.fp8_kv_cache import Fp8KVCache
 from minibatch.model.kv_cache import KVCache
+from minibatch.model.swap_stream import StreamedSwaps
 from minibatch.model.triton_kernels import Tiles, Tiling, attend, store_kv
 
 
@@ -102,14 +103,14 @@ class TritonAttention(AttentionBackend):
         return Tiles(meta.num_decodes, tokens, tile_sequence, tile_first, self.chunk)
 
 
-class TritonKVCache(KVCache):
-    """Stores keys and values in one launch."""
+class TritonKVCache(StreamedSwaps):
+    """Stores keys and values in one launch, swaps on a stream of its own."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         store_kv(k, v, self.keys[layer], self.values[layer], slot_mapping)
 
 
-class TritonFp8KVCache(Fp8KVCache):
+class TritonFp8KVCache(StreamedSwaps, Fp8KVCache):
     """Scales, rounds and stores keys and values in one launch."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:

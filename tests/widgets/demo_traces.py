@@ -8,9 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minibatch.simulate import simulate
+from minibatch.cost_model import CostModel
+from minibatch.hardware import hardware
+from minibatch.model.presets import preset
+from minibatch.simulate import Recipe, Simulation, scheduler_config, simulate
 from minibatch.trace import Trace
-from minibatch.workload import RequestSpec, Segment
+from minibatch.workload import RequestSpec, Segment, as_workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "traces"
 
@@ -60,6 +63,13 @@ DEMOS = {
         "unified", alike(), enable_prefix_caching=True, max_num_batched_tokens=16
     ),
 }
+
+
+def simulation(policy: str, **knobs: Any) -> Simulation:
+    """The same requests, not yet run: for live pictures."""
+    cost_model = CostModel(preset("llama-2-7b"), hardware("a100-80gb"))
+    config = scheduler_config(policy, cost_model, {**SMALL, **knobs})
+    return Simulation(Recipe(as_workload(requests()), cost_model, ((0, config),)))
 
 
 def make(name: str) -> Trace:

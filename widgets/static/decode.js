@@ -1,6 +1,6 @@
 // Packed bytes -> columns that can grow. The other half of widgets/codec.py and columns.py.
 
-const ARRAYS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
+const ARRAYS = { u1: Uint8Array, u2: Uint16Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const PLACES = ["outside", "waiting", "running", "swapped", "finished", "refused"];
 const PHASE_NAMES = ["prefill", "recompute", "decode", "padding", "sits_out"];
 const HELD_REASONS = [
@@ -74,6 +74,7 @@ class Trace {
     this.clauses = [];
     this.texts = [];
     this.stays = []; // by lane: {begin, end, request, phase, enters}
+    this.ends = []; // who finished or was refused, in order
     this.events = { admission: [], preemption: [], swap: [], finish: [] };
     this.lanes = about.lanes || 1;
     this.blocks = about.blocks;
@@ -166,8 +167,11 @@ class Trace {
 
   indexEvents(t) {
     const events = this.events;
-    for (const { source, target } of this.entries("move", t)) {
+    for (const { request, source, target } of this.entries("move", t)) {
       const [from, to] = [PLACES[source], PLACES[target]];
+      if (to === "finished" || to === "refused") {
+        this.ends.push({ t, request, inLane: to === "finished" && this.inLane(request, t) });
+      }
       let kinds = [];
       if (to === "running") kinds = from === "swapped" ? ["admission", "swap"] : ["admission"];
       else if (from === "running" && to === "waiting") kinds = ["preemption"];
@@ -178,6 +182,13 @@ class Trace {
         if (list[list.length - 1] !== t) list.push(t);
       }
     }
+  }
+
+  inLane(request, t) {
+    const end = this.starts.lane[t + 1];
+    const requests = this.columns.lane_request.data;
+    for (let i = this.starts.lane[t]; i < end; i++) if (requests[i] === request) return true;
+    return false;
   }
 
   /** Generated tokens a second, up to the end of step t. */

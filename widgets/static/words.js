@@ -84,7 +84,7 @@ class Words {
     const head = trace.get("held_request", t);
     if (head < 0 || place === 0) return this.say("waits.free", { who, place });
     const reason = this.heldReason(trace, t);
-    if (head === request) return this.say("waits.head", { who, reason });
+    if (head === request) return this.say(place === 1 ? "waits.head" : "held", { who, reason });
     return this.say("waits.behind", { who, place, head: trace.label(head), reason });
   }
 }

@@ -1,0 +1,55 @@
+"""Engines for lessons: the real scheduler and engine, on a virtual clock, fed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from minibatch.clock import VirtualClock
+from minibatch.cost_model import CostModel
+from minibatch.engine import Engine
+from minibatch.executor.simulated import SimulatedExecutor
+from minibatch.hardware import hardware
+from minibatch.model.presets import preset
+from minibatch.sampling_params import SamplingParams
+from minibatch.scheduler import Scheduler
+from minibatch.simulate import Recipe, Simulation, scheduler_config
+from minibatch.trace import Trace
+from minibatch.workload import RequestSpec, as_workload
+
+
+def cost_model() -> CostModel:
+    """The tiny model on an A100: what all lessons without a real model run on."""
+    return CostModel(preset("tiny"), hardware("a100-80gb"))
+
+
+def new_engine(policy: str = "unified", **knobs: Any) -> Engine:
+    """An engine to which ``submit`` gives requests, and that you step yourself."""
+    model = cost_model()
+    config = scheduler_config(policy, model, {"num_gpu_blocks": 100, "max_model_len": 64, **knobs})
+    clock = VirtualClock()
+    engine = Engine(config, SimulatedExecutor(model, clock, config.block_size), clock=clock)
+    engine.trace.meta.source = "simulated"
+    engine.trace.meta.hardware = model.hardware.name
+    return engine
+
+
+def submit(engine: Engine, name: str, length: int, prompt_len: int = 1) -> None:
+    """Queue a request that will say exactly ``length`` tokens."""
+    engine.add_request(
+        name,
+        prompt_token_ids=[1] * prompt_len,
+        sampling_params=SamplingParams(max_tokens=length, ignore_eos=True),
+    )
+
+
+def run_with(
+    scheduler: type[Scheduler], requests: Iterable[RequestSpec], knobs: dict[str, Any]
+) -> Trace:
+    """A simulated run under a scheduler of your own; its class name is the trace's policy."""
+    model = cost_model()
+    config = scheduler_config("continuous", model, knobs)
+    simulation = Simulation(Recipe(as_workload(requests), model, ((0, config),)))
+    simulation.engine.scheduler = scheduler(config)
+    simulation.engine.trace.meta.policy = scheduler.__name__
+    return simulation.finish()

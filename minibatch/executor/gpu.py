@@ -1,0 +1,128 @@
+"""What an engine on a GPU is made of, and what stands in where Triton is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from minibatch.config import EngineConfig, SchedulerConfig
+from minibatch.errors import ConfigError
+from minibatch.executor.cuda_graphs import Graph, cuda_graph_maker
+from minibatch.executor.cuda_model_runner import CudaModelRunner
+from minibatch.executor.memory import explained_oom
+from minibatch.model.attention import AttentionBackend
+from minibatch.model.fp8_kv_cache import Fp8KVCache, UnpackingAttention, calibrate, fp8_format
+from minibatch.model.kv_cache import KVCache
+from minibatch.model.llama import LlamaForCausalLM
+
+
+def has_kernels(device: torch.device) -> bool:
+    """May Triton's kernels be used here?"""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def attention_backend(model: LlamaForCausalLM) -> AttentionBackend:
+    """Kernels where there are any; else what the model has (right, and slow on a GPU)."""
+    if not has_kernels(model.device):
+        return model.backend
+    from minibatch.model.triton_attention import TritonAttention
+
+    group = model.config.num_heads // model.config.num_kv_heads
+    return TritonAttention.for_device(group, model.device)
+
+
+def make_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
+    """The pools, in the model's own dtype."""
+    plain: type[KVCache] = KVCache
+    if has_kernels(model.device):
+        from minibatch.model.triton_attention import TritonKVCache
+
+        plain = TritonKVCache
+    with _explained(config):
+        return plain(
+            model.config,
+            config.num_gpu_blocks,
+            config.block_size,
+            dtype=model.dtype,
+            device=model.device,
+            num_cpu_blocks=config.num_cpu_blocks,
+        )
+
+
+def make_fp8_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
+    """Pools of 8-bit numbers, with scales; gives the model a backend that reads them."""
+    packed: type[Fp8KVCache] = Fp8KVCache
+    number = fp8_format(model.device)
+    scales = calibrate(model, number=number)
+    if has_kernels(model.device):
+        from minibatch.model.triton_attention import TritonFp8KVCache
+
+        packed = TritonFp8KVCache
+    else:
+        model.backend = UnpackingAttention()
+    with _explained(config):
+        return packed(
+            model.config,
+            config.num_gpu_blocks,
+            config.block_size,
+            scales=scales,
+            number=number,
+            device=model.device,
+            num_cpu_blocks=config.num_cpu_blocks,
+        )
+
+
+def _explained(config: SchedulerConfig) -> AbstractContextManager[None]:
+    return explained_oom(
+        f"{config.num_gpu_blocks} KV blocks",
+        "lower gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks",
+    )
+
+
+def make_runner(
+    model: LlamaForCausalLM,
+    cache: KVCache,
+    config: SchedulerConfig,
+    engine_config: EngineConfig,
+    owns_model: bool,
+) -> CudaModelRunner:
+    """The runner. Decode steps are captured, unless ``enforce_eager`` forbids it or the attention
+    backend is the plain one, which takes lengths from the host.
+    """
+    make_graph: Callable[[], Graph] | None = None
+    if not engine_config.enforce_eager and has_kernels(model.device):
+        make_graph = cuda_graph_maker()
+    with explained_oom(
+        "CUDA graphs and step buffers",
+        "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager=True",
+    ):
+        return CudaModelRunner(
+            model,
+            cache,
+            config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_tokens=config.max_num_batched_tokens,
+            make_graph=make_graph,
+            owns_model=owns_model,
+        )
+
+
+def quantize(model: LlamaForCausalLM, name: str | None) -> None:
+    """Make the matrices of a loaded model 8 bits wide.
+
+    Raises:
+        ConfigError: this device has no kernels for it.
+    """
+    if name == "fp8":
+        from minibatch.model.fp8 import quantize_fp8
+
+        quantize_fp8(model)
+    elif name == "int8":
+        if not has_kernels(model.device):
+            raise ConfigError("quantization='int8' on a GPU needs Triton: pip install triton.")
+        from minibatch.model.triton_int8 import quantize_int8
+
+        quantize_int8(model)

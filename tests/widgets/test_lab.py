@@ -1,0 +1,195 @@
+"""The pictures in a real JupyterLab, driven by a script. Smoke tests: the bare page has the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import demo_traces
+import pytest
+from conftest import ARTEFACTS, Outside
+
+from widgets.view import view
+
+pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
+pytest.importorskip("anywidget", reason="anywidget is not installed")
+pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+
+from lab import Lab, LabPage
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+TRACE = demo_traces.FOLDER / "demo_continuous.jsonl.gz"
+LOAD = f"import widgets\nfrom minibatch.trace import Trace\ntrace = Trace.load({str(TRACE)!r})"
+ENGINE = """
+import sys; sys.path.insert(0, {tests!r})
+import demo_traces, widgets
+simulation = demo_traces.simulation("continuous")
+run = widgets.live(simulation, speed=10)
+run
+"""
+
+
+@pytest.fixture(scope="session")
+def lab_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    lab = Lab(tmp_path_factory.mktemp("lab"))
+    try:
+        lab.wait()
+        yield lab
+    finally:
+        lab.close()
+
+
+@pytest.fixture(scope="session")
+def lab_page(browser: Any, lab_server: Lab) -> Iterator[tuple[LabPage, Outside]]:
+    outside = Outside()
+    context = browser.new_context(viewport={"width": 1400, "height": 1150})
+    context.route("**/*", outside.route)
+    page = context.new_page()
+    page.goto(lab_server.url)
+    page.wait_for_function("() => window.jupyterapp?.restored")
+    page.evaluate("async () => { await window.jupyterapp.restored; }")
+    yield LabPage(page, lab_server), outside
+    context.close()
+
+
+@pytest.fixture
+def lab(lab_page: tuple[LabPage, Outside]) -> Iterator[LabPage]:
+    page, outside = lab_page
+    yield page
+    page.close_notebook()
+    assert outside.asked == []  # nothing leaves the machine
+
+
+def settled(lab: LabPage, step: int) -> None:
+    lab.page.wait_for_selector(f'.mb-root[data-step="{step}"]')
+
+
+def shot(lab: LabPage, name: str) -> None:
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    lab.page.screenshot(path=ARTEFACTS / f"{name}.png")
+
+
+def test_a_player_appears_steps_and_saves_small(lab: LabPage) -> None:
+    trace = demo_traces.load("continuous")
+    lab.open("player.ipynb", [LOAD, "player = widgets.play(trace)\nplayer"])
+    lab.run_all()
+    page = lab.page
+    page.wait_for_selector('.mb-root[data-ready="1"]')
+    page.click('[data-control="next"]')
+    settled(lab, 1)
+    page.focus(".mb-root")
+    page.keyboard.press("e")
+    settled(lab, 4)
+    assert page.text_content('[data-number="free_blocks"]') == str(trace[4].free_blocks)
+    assert "request D is evicted" in page.text_content(".mb-headline")
+    page.keyboard.press("ArrowLeft")
+    settled(lab, 3)
+    # Keys must not have reached the notebook: still two cells, none of them new.
+    assert page.evaluate("() => window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
+    shot(lab, "lab-light")
+    page.wait_for_timeout(300)
+    assert lab.kernel("print(player.step)").strip() == "3"  # where the reader came to rest
+    lab.kernel("player.step = 7")
+    settled(lab, 7)
+    saved = json.loads(lab.save().read_text())
+    assert "widgets" not in saved["metadata"]
+    assert lab.lab.notebooks.joinpath(lab.name).stat().st_size < 150_000
+    forms = saved["cells"][1]["outputs"][0]["data"]
+    assert "".join(forms["text/html"]).startswith('<div data-minibatch="1"><img')
+    assert "".join(forms["text/plain"]).startswith("continuous | it 0 of 28")
+
+
+def test_dark_theme_is_followed(lab: LabPage) -> None:
+    lab.open("dark.ipynb", [LOAD, "widgets.play(trace, step=4)"])
+    lab.run_all()
+    page = lab.page
+    page.wait_for_selector('.mb-root[data-ready="1"]')
+    command = "window.jupyterapp.commands.execute('apputils:change-theme', {theme: '%s'})"
+    try:
+        page.evaluate(f"async () => {{ await {command % 'JupyterLab Dark'}; }}")
+        page.wait_for_selector('.mb-root[data-theme="dark"]')
+        shot(lab, "lab-dark")
+        colours = page.evaluate(
+            "() => { const s = getComputedStyle(document.querySelector('.mb-root'));"
+            " return [s.backgroundColor, s.color]; }"
+        )
+        assert colours == ["rgb(20, 23, 28)", "rgb(230, 233, 237)"]
+    finally:
+        page.evaluate(f"async () => {{ await {command % 'JupyterLab Light'}; }}")
+    page.wait_for_selector('.mb-root[data-theme="light"]')
+
+
+def test_a_live_run_starts_pauses_steps_and_stops(lab: LabPage) -> None:
+    """While a cell awaits, buttons are heeded at once; other cells' outputs stay clean."""
+    tests = str(demo_traces.FOLDER.parents[1] / "tests" / "widgets")
+    cells = [
+        ENGINE.format(tests=tests),
+        "trace = await run.done()\nprint('ended with', len(trace), 'steps')",
+        "print('clean')",
+    ]
+    lab.open("live.ipynb", cells)
+    lab.run_all(wait=False)
+    page = lab.page
+    page.wait_for_selector('.mb-root[data-live="running"]')
+    page.wait_for_function("() => Number(document.querySelector('.mb-root').dataset.have) > 5")
+    page.click('[data-live="run"]')  # it says Pause now
+    page.wait_for_selector('.mb-root[data-live="paused"]')
+    paused = int(page.get_attribute(".mb-root", "data-have"))
+    shot(lab, "lab-live-paused")
+    page.wait_for_timeout(250)
+    assert int(page.get_attribute(".mb-root", "data-have")) == paused
+    page.click('[data-live="step"]')
+    page.wait_for_selector(f'.mb-root[data-have="{paused + 1}"]')
+    page.click('[data-live="add"]')
+    page.click(".mb-chip[data-phase='decode']")
+    who = page.text_content('[data-live="preempt"]')
+    assert who.startswith("Preempt ") and len(who) > len("Preempt ")
+    page.click('[data-live="preempt"]')
+    page.click('[data-live="step"]')
+    page.wait_for_selector(f'.mb-root[data-have="{paused + 2}"]')
+    assert "asked for by hand" in page.text_content(".mb-headline")
+    page.click('[data-live="run"]')
+    page.wait_for_function("() => window.ranAll === true", timeout=20000)
+    steps = int(page.get_attribute(".mb-root", "data-have"))
+    assert f"ended with {steps} steps" in lab.output(1)
+    assert lab.output(2).strip() == "clean"
+    assert page.get_attribute(".mb-root", "data-live") == "done"
+    number = page.text_content('[data-number="generated"]')
+    told = lab.kernel("print(sum(s.num_generated_tokens for s in run.trace))").strip()
+    assert number == told
+    page.click('[data-live="stop"]')
+    page.wait_for_selector('.mb-root[data-live="stopped"]')
+    # A page that comes late gets everything: show it again.
+    lab.run_cell(0)
+    page.wait_for_selector('.mb-root[data-live="paused"]')
+
+
+def test_threads_write_into_no_other_cell_and_interrupts_arrive(lab: LabPage) -> None:
+    tests = str(demo_traces.FOLDER.parents[1] / "tests" / "widgets")
+    cells = [
+        ENGINE.format(tests=tests) + "\nrun.start();",
+        "import time; time.sleep(0.2); print('one')",
+        "print('two')",
+        "run.wait(20); print(run.state)",
+    ]
+    lab.open("clean.ipynb", cells)
+    lab.run_all()
+    assert [lab.output(i).strip() for i in (1, 2, 3)] == ["one", "two", "done"]
+
+
+def test_making_a_widget_again_closes_the_former_one(lab: LabPage) -> None:
+    count = "import ipywidgets; print(len(ipywidgets.widgets.widget._instances))"
+    lab.open("again.ipynb", [LOAD, "player = widgets.play(trace)\nplayer"])
+    lab.run_all()
+    lab.page.wait_for_selector('.mb-root[data-ready="1"]')
+    first = lab.kernel(count)
+    for _ in range(3):
+        lab.run_cell(1)
+        lab.page.wait_for_selector('.mb-root[data-ready="1"]')
+    assert lab.kernel(count) == first
+    assert lab.page.locator(".mb-root").count() == 1
+    lab.kernel("player.close()")
+    lab.page.wait_for_selector(".mb-root", state="detached")
+    assert int(lab.kernel(count)) < int(first)
+    assert view(demo_traces.load("continuous"), 0)

@@ -1,0 +1,290 @@
+// The slot timeline: a lane a slot, whoever waits as thin lines above, whoever is swapped below.
+
+const GUTTER = 84;
+const QUEUE_ROW = 9;
+const MOST_QUEUE_ROWS = 9;
+const MOST_LANES_HEIGHT = 300;
+const SMALLEST_FITTING_CELL = 6;
+const CELL = 15;
+
+class Timeline {
+  constructor(parent, series, words, options = {}) {
+    this.series = series;
+    this.words = words;
+    const about = series.trace.about;
+    const live = options.live ?? false;
+    this.lanes = Math.max(1, options.lanes ?? about.lanes);
+    this.queueRows = live ? MOST_QUEUE_ROWS : Math.min(MOST_QUEUE_ROWS, about.most_waiting);
+    const swaps = live ? (about.swaps ? 4 : 0) : about.most_swapped;
+    this.swapRows = Math.min(MOST_QUEUE_ROWS, swaps);
+    const most = options.mostHeight ?? MOST_LANES_HEIGHT;
+    this.row = Math.max(2, Math.min(26, Math.floor(most / this.lanes)));
+    this.queueTop = 16;
+    this.lanesTop = this.queueTop + this.queueRows * QUEUE_ROW + 6;
+    this.lanesHeight = Math.min(most, this.row * this.lanes);
+    this.swapTop = this.lanesTop + this.lanesHeight + 6;
+    this.bottom = this.swapTop + this.swapRows * QUEUE_ROW;
+    this.sheet = new Sheet(parent, "mb-timeline", this.bottom + 22);
+    this.span = [0, 0];
+  }
+
+  /** Where steps lie: [x(t) for the left edge, first and last step in sight]. */
+  scale(t, axis) {
+    const { trace } = this.series;
+    const room = this.sheet.width - GUTTER - 10;
+    const n = Math.max(1, trace.n, this.common?.n ?? 0); // compared runs share one scale
+    if (axis === "ms") return this.timeScale(t, room, n);
+    const fits = room / n >= SMALLEST_FITTING_CELL;
+    const cell = fits ? Math.min(34, room / n) : CELL;
+    const shown = Math.floor(room / cell);
+    const from = fits ? 0 : Math.max(0, Math.min(t - Math.floor(shown * 0.7), n - shown));
+    this.span = [Math.min(from, trace.n), Math.min(trace.n, from + shown + 1)];
+    this.x = (step) => GUTTER + (step - from) * cell;
+  }
+
+  timeScale(t, room, n) {
+    const { trace } = this.series;
+    const total = Math.max(trace.endOf(trace.n - 1), this.common?.time ?? 0);
+    const fits = room / n >= SMALLEST_FITTING_CELL;
+    const shown = fits ? total : (total * room) / (CELL * n);
+    const now = trace.startOf(t);
+    const from = fits ? 0 : Math.max(0, Math.min(now - shown * 0.7, total - shown));
+    const starts = trace.columns.start_s.data.subarray(0, trace.n);
+    const origin = starts[0];
+    const first = lowerBound(starts, from + origin) - 1;
+    const last = lowerBound(starts, from + shown + origin);
+    this.span = [Math.max(0, first), Math.min(trace.n, last + 1)];
+    const edge = (step) => (step < trace.n ? trace.startOf(step) : trace.endOf(trace.n - 1));
+    this.x = (step) => GUTTER + ((edge(step) - from) / (shown || 1)) * room;
+  }
+
+  laneY(slot) {
+    return this.lanesTop + (slot * this.lanesHeight) / Math.max(this.lanes, 1);
+  }
+
+  draw(t, paint, { axis = "iterations", followed = null, ended = false, common = null } = {}) {
+    this.common = common;
+    const { sheet, series } = this;
+    const { trace } = series;
+    if (trace.lanes > this.lanes) this.lanes = trace.lanes;
+    this.row = this.lanesHeight / this.lanes;
+    sheet.fit();
+    const context = sheet.clear(paint.colours.bg);
+    if (!trace.n) return;
+    this.scale(t, axis);
+    const [from, to] = this.span;
+    const right = sheet.width;
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER - 6, 0, right - GUTTER + 6, sheet.height);
+    context.clip();
+    const end = Math.min(right, this.x(trace.n));
+    for (let slot = 0; slot < this.lanes; slot++) {
+      context.fillStyle = paint.colours.panel;
+      const gap = this.row >= 6 ? 1 : 0;
+      context.fillRect(GUTTER, this.laneY(slot) + gap, end - GUTTER, this.row - 2 * gap);
+    }
+    this.drawBubbles(context, paint, from, to);
+    this.drawStays(context, paint, from, to, followed);
+    this.drawQueue(context, paint, "waiting", from, to, followed);
+    this.drawQueue(context, paint, "swapped", from, to, followed);
+    this.drawEvictions(context, paint, from, to);
+    this.drawFuture(context, paint, t, end, ended);
+    this.drawRuler(context, paint, from, to, axis);
+    context.restore();
+    this.drawGutter(context, paint);
+  }
+
+  drawBubbles(context, paint, from, to) {
+    const { trace } = this.series;
+    const slots = Math.min(this.lanes, trace.about.slots || this.lanes);
+    const gap = this.row >= 6 ? 1 : 0;
+    for (let t = from; t < to; t++) {
+      if (!trace.get("waiting_count", t) && !trace.get("swapped_count", t)) continue;
+      const busy = new Uint8Array(this.lanes);
+      const [a, b] = [trace.starts.lane[t], trace.starts.lane[t + 1]];
+      for (let i = a; i < b; i++) busy[trace.columns.lane_slot.data[i]] = 1;
+      const [x, w] = [this.x(t), this.x(t + 1) - this.x(t)];
+      for (let slot = 0; slot < slots; slot++) {
+        if (busy[slot]) continue;
+        const y = this.laneY(slot) + gap;
+        context.fillStyle = paint.colours.bubble;
+        context.fillRect(x, y, w + 0.5, this.row - 2 * gap);
+      }
+    }
+  }
+
+  drawStays(context, paint, from, to, followed) {
+    const { trace } = this.series;
+    const gap = this.row >= 6 ? 1 : 0;
+    const height = this.row - 2 * gap;
+    for (let slot = 0; slot < trace.stays.length; slot++) {
+      const lane = trace.stays[slot] ?? [];
+      const first = lowerBound(lane, from + 1, (stay) => stay.end);
+      for (let i = first; i < lane.length && lane[i].begin < to; i++) {
+        const stay = lane[i];
+        const x = Math.max(GUTTER - 4, this.x(stay.begin));
+        const width = this.x(stay.end) - x;
+        const y = this.laneY(slot) + gap;
+        context.globalAlpha = followed === null || followed === stay.request ? 1 : 0.3;
+        paint.work(context, PHASE_NAMES[stay.phase], x, y, width, height);
+        if (this.row >= 9) {
+          context.fillStyle = requestColour(stay.request)[0];
+          context.fillRect(x + 1, y + height - 5, width - 2, 4);
+        }
+      }
+      // Letters last, so that no neighbour paints over them.
+      for (let i = first; i < lane.length && lane[i].begin < to; i++) {
+        const stay = lane[i];
+        if (this.row < 9 || !(stay.enters || (i === first && stay.begin < from))) continue;
+        context.globalAlpha = followed === null || followed === stay.request ? 1 : 0.3;
+        const x = Math.max(GUTTER, this.x(stay.begin));
+        paint.tag(context, trace.label(stay.request), stay.request, x, this.laneY(slot) + gap, height);
+      }
+    }
+    context.globalAlpha = 1;
+  }
+
+  /** A thin line a request; the head of the queue lies next to the lanes. */
+  drawQueue(context, paint, name, from, to, followed) {
+    const { trace } = this.series;
+    const rows = name === "waiting" ? this.queueRows : this.swapRows;
+    const y = name === "waiting"
+      ? (row) => this.queueTop + (rows - 1 - row) * QUEUE_ROW
+      : (row) => this.swapTop + row * QUEUE_ROW;
+    const open = new Array(rows).fill(null);
+    const seen = new Map();
+    for (let t = from; t <= to; t++) {
+      const queue = t < to ? trace.queue(name, t) : [];
+      for (let row = 0; row < rows; row++) {
+        const request = row < queue.length ? queue[row] : null;
+        const line = open[row];
+        if (line && line.request !== request) {
+          const isNew = !(seen.get(line.request) >= line.begin - 1);
+          context.globalAlpha = followed === null || followed === line.request ? 1 : 0.3;
+          this.queueLine(context, paint, line, t, y(row), isNew);
+          seen.set(line.request, t - 1);
+          open[row] = null;
+        }
+        if (request !== null && !open[row]) open[row] = { request, begin: t };
+      }
+    }
+    context.globalAlpha = 1;
+  }
+
+  queueLine(context, paint, { request, begin }, end, y, isNew) {
+    const [x, width] = [this.x(begin), this.x(end) - this.x(begin)];
+    context.fillStyle = requestColour(request)[0];
+    context.fillRect(x, y + 2, width, 5);
+    context.strokeStyle = paint.colours.strong;
+    context.strokeRect(x + 0.5, y + 2.5, width - 1, 4);
+    if (isNew) {
+      const left = Math.max(x, GUTTER);
+      paint.tag(context, this.series.trace.label(request), request, left, y, QUEUE_ROW);
+    }
+  }
+
+  /** A cross where a lane was lost, a line to where its request went. */
+  drawEvictions(context, paint, from, to) {
+    const { trace } = this.series;
+    const list = trace.events.preemption;
+    for (let i = lowerBound(list, from); i < list.length && list[i] < to; i++) {
+      const t = list[i];
+      for (const { request, mode } of trace.entries("evict", t)) {
+        const slot = this.slotBefore(request, t);
+        if (slot < 0) continue;
+        const swap = trace.texts[mode] === "swap";
+        const queue = Array.from(trace.queue(swap ? "swapped" : "waiting", t));
+        const rows = swap ? this.swapRows : this.queueRows;
+        const row = Math.max(0, Math.min(queue.indexOf(request), rows - 1));
+        const target = swap
+          ? this.swapTop + row * QUEUE_ROW + 4
+          : this.queueTop + (rows - 1 - row) * QUEUE_ROW + 4;
+        const y = this.laneY(slot) + this.row / 2;
+        line(context, this.x(t), y, this.x(t), target, paint.colours.alarm, 1.6);
+        cross(context, this.x(t), y, Math.max(2.5, Math.min(5, this.row / 3)), paint.colours.alarm);
+      }
+    }
+  }
+
+  /** The lane that a request held until step t. */
+  slotBefore(request, t) {
+    return this.series.trace.stays.findIndex((lane = []) => {
+      const stay = lane[lowerBound(lane, t, (entry) => entry.end)];
+      return stay !== undefined && stay.end === t && stay.request === request;
+    });
+  }
+
+  /** What is still to come is pale; the present step stands in a frame. */
+  drawFuture(context, paint, t, end, ended) {
+    const [x, next] = [this.x(t), this.x(t + 1)];
+    if (!ended) {
+      context.globalAlpha = 0.62;
+      context.fillStyle = paint.colours.bg;
+      context.fillRect(next, 0, Math.max(0, end - next + 1), this.bottom + 1);
+      context.globalAlpha = 1;
+      context.strokeStyle = paint.colours.cursor;
+      context.lineWidth = 2;
+      context.strokeRect(x, 3, Math.max(3, next - x), this.bottom - 2);
+      context.lineWidth = 1;
+    }
+  }
+
+  drawRuler(context, paint, from, to, axis) {
+    const { trace } = this.series;
+    context.font = `11px ${FONT}`;
+    context.fillStyle = paint.colours.muted;
+    context.textBaseline = "alphabetic";
+    context.textAlign = "center";
+    let free = -Infinity;
+    for (let t = from; t < to; t++) {
+      const x = this.x(t);
+      if (x < free || x < GUTTER - 1 || x > this.sheet.width - 12) continue;
+      const text = axis === "ms" ? (1e3 * trace.startOf(t)).toFixed(0) : String(trace.get("step", t));
+      context.fillText(text, x, this.bottom + 16);
+      line(context, x, this.bottom + 2, x, this.bottom + 5, paint.colours.strong);
+      free = x + context.measureText(text).width + 16;
+    }
+    context.textAlign = "start";
+  }
+
+  drawGutter(context, paint) {
+    const { words } = this;
+    context.font = `11px ${FONT}`;
+    context.fillStyle = paint.colours.muted;
+    context.textAlign = "end";
+    context.textBaseline = "middle";
+    const x = GUTTER - 8;
+    if (this.queueRows) {
+      context.fillText(words.say("place.waiting"), x, this.queueTop + (this.queueRows * QUEUE_ROW) / 2);
+    }
+    if (this.swapRows) {
+      context.fillText(words.say("place.swapped"), x, this.swapTop + (this.swapRows * QUEUE_ROW) / 2);
+    }
+    const every = Math.max(1, Math.ceil(13 / this.row));
+    for (let slot = 0; slot < this.lanes; slot += every) {
+      context.fillText(String(slot), x, this.laneY(slot) + Math.min(this.row, 13) / 2);
+    }
+    context.textAlign = "start";
+  }
+
+  /** {t, request} under a point. */
+  hit(x, y) {
+    const { trace } = this.series;
+    if (x < GUTTER || !trace.n || !this.x) return null;
+    const [from, to] = this.span;
+    let t = from;
+    while (t < to - 1 && this.x(t + 1) <= x) t++;
+    let request = null;
+    if (y >= this.lanesTop && y < this.lanesTop + this.lanesHeight) {
+      const slot = Math.floor((y - this.lanesTop) / this.row);
+      request = trace.entries("lane", t).find((entry) => entry.slot === slot)?.request ?? null;
+    } else if (y < this.lanesTop) {
+      const row = this.queueRows - 1 - Math.floor((y - this.queueTop) / QUEUE_ROW);
+      request = trace.queue("waiting", t)[row] ?? null;
+    } else {
+      request = trace.queue("swapped", t)[Math.floor((y - this.swapTop) / QUEUE_ROW)] ?? null;
+    }
+    return { t, request };
+  }
+}
