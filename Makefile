@@ -9,7 +9,7 @@ PIP_FLAGS ?=
 MODEL ?= smollm2-135m
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test browser lint bench clean
 
 demo: $(VENV)/.demo
 	@mkdir -p runs
@@ -23,8 +23,7 @@ test: $(VENV)/.test lint browser
 
 # Widgets are tried in a real browser, where there is one or root may install one.
 browser:
-	@command -v chromium >/dev/null || command -v apt-get >/dev/null && test "$$(id -u)" != 0 \
-		|| command -v chromium >/dev/null \
+	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null \
 		|| (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null)
 
 lint: $(VENV)/.test

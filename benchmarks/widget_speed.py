@@ -1,6 +1,8 @@
 """How fast the pictures are: encoding, first picture, stepping, playing, live updates.
 
-    python benchmarks/widget_speed.py            prints a table; needs chromium and playwright for all of it
+    python benchmarks/widget_speed.py
+
+Prints a table; needs chromium and playwright for all of it.
 
 A run of 128 lanes x 600 iterations over 4,000 blocks is simulated, then shown in headless
 Chromium on a bare page. The last part runs an engine whose executor sleeps like a real step, with
@@ -61,7 +63,7 @@ STEP_TIMES = """async ([how, count]) => {
     const begin = performance.now();
     if (how === "key") {
       document.querySelector(".mb-root").dispatchEvent(
-        new KeyboardEvent("keydown", { key: i % 3 === 2 ? "ArrowLeft" : "ArrowRight", bubbles: true }));
+        new KeyboardEvent("keydown", { key: i % 3 ? "ArrowRight" : "ArrowLeft", bubbles: true }));
     } else {
       const slider = document.querySelector(".mb-slider");
       slider.value = (i * 37) % player.length;
@@ -103,8 +105,12 @@ def big_trace(steps: int = STEPS) -> Trace:
         RequestSpec(f"r{i}", i * 0.02, chance.randint(50, 700), chance.randint(40, 260))
         for i in range(600)
     ]
-    knobs = {"num_gpu_blocks": 4000, "max_num_seqs": 128, "max_model_len": 1024,
-             "num_cpu_blocks": 0}  # fmt: skip
+    knobs = {
+        "num_gpu_blocks": 4000,
+        "max_num_seqs": 128,
+        "max_model_len": 1024,
+        "num_cpu_blocks": 0,
+    }
     trace = simulate(specs, "a100-80gb", "llama-2-7b", "continuous", knobs)
     return Trace(trace.meta, trace.steps[200 : 200 + steps] if steps < 900 else trace.steps)
 
@@ -138,8 +144,11 @@ def open_page(browser: Any, folder: Path) -> Any:
     path = folder / "bench.html"
     script = page_js().replace("\nstart();\nwindow.minibatch = { start };", HOOK)
     script = script.replace("</script", "<\\/script")
-    path.write_text(f'<!DOCTYPE html><meta charset="utf-8"><script>addEventListener("load", () => '
-                    f"{{{script}}});</script>", encoding="utf-8")  # fmt: skip
+    path.write_text(
+        f'<!DOCTYPE html><meta charset="utf-8"><script>addEventListener("load", () => '
+        f"{{{script}}});</script>",
+        encoding="utf-8",
+    )
     page = browser.new_page(viewport={"width": 1180, "height": 1000})
     page.goto(path.as_uri())
     return page
@@ -171,10 +180,13 @@ def measure_live_page(page: Any, trace: Trace, updates: int = 2000) -> None:
     from widgets.columns import describe
 
     state = {
-        "mode": "live", "lang": "en", "axis": "iterations", "step": 0,
+        "mode": "live",
+        "lang": "en",
+        "axis": "iterations",
+        "step": 0,
         "panels": ["timeline", "queues", "blocks", "throughput"],
         "series": [{"about": describe(trace.meta), "data": b""}],
-    }  # fmt: skip
+    }
     page.evaluate("(text) => mountState(text)", as_json(state))
     writer = ColumnWriter(trace.meta, Names([trace]))
     session = page.context.new_cdp_session(page)
@@ -242,8 +254,11 @@ def watched_and_alone(step_s: float = 0.02, rounds: int = 4, steps: int = 60) ->
         cpu.append(time.process_time() - used)
         run.order("stop")
     loss = statistics.median(watched) / statistics.median(alone) - 1
-    report(f"engine of {1e3 * step_s:.0f} ms steps, watched against alone", f"{100 * loss:+.2f} %",
-           "< 5 %")  # fmt: skip
+    report(
+        f"engine of {1e3 * step_s:.0f} ms steps, watched against alone",
+        f"{100 * loss:+.2f} %",
+        "< 5 %",
+    )
     return loss
 
 

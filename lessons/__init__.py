@@ -5,8 +5,8 @@ from lessons import facts, interview, source, table, timeline
 
 from __future__ import annotations
 
+from lessons.cards import interview
 from lessons.exercise import Exercise, Verdict
-from lessons.interview import interview
 from lessons.show import facts, life, setting, source, table, tell, timeline
 
 __all__ = [

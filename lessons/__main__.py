@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 
 from lessons import build, check, site, text
-from lessons.interview import FOLDER
+from lessons.cards import FOLDER
 
 
 def main(arguments: list[str] | None = None) -> int:

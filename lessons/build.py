@@ -14,10 +14,10 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from lessons.text import METADATA
+from widgets.bake import clean
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
-WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 TIMEOUT_S = 240
 
 
@@ -50,17 +50,15 @@ def execute(path: Path) -> NotebookNode:
 
 def bake(notebook: NotebookNode) -> NotebookNode:
     """Drop what must not be committed."""
+    notebook = clean(notebook)
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         tags = cell.metadata.get("tags", [])
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            if len(data) > 1:  # something else is left to see
-                data.pop(WIDGET_VIEW, None)
             if "data:image/png" in data.get("text/html", ""):  # it stands in there already
                 data.pop("image/png", None)
-            output.pop("transient", None)
     return notebook
 
 

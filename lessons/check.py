@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from lessons import interview
+from lessons import cards
 
 HEADINGS = (
     "Claim",
@@ -30,6 +30,7 @@ HEADINGS = (
     "Interview answer",
     "Limits",
 )
+WHOLE_LESSON = ("", "Claim", "Question", "Limits")
 MOST_CELLS = 45
 MOST_WORDS = 1400
 MOST_WORDS_A_CELL = 60
@@ -147,10 +148,10 @@ def numbers_in(text: str) -> set[str]:
     return {_plain(match) for match in NUMBER.findall(NAMES.sub(" ", text))}
 
 
-def printed_numbers(notebook: NotebookNode) -> set[str]:
+def printed_numbers(cells: Iterable[NotebookNode]) -> set[str]:
     """All numbers that cells printed, but for what was rendered from prose (tag ``cards``)."""
     texts: list[str] = []
-    for cell in notebook.cells:
+    for cell in cells:
         if cell.cell_type != "code" or "cards" in cell.metadata.get("tags", []):
             continue
         for output in cell.outputs:
@@ -159,12 +160,30 @@ def printed_numbers(notebook: NotebookNode) -> set[str]:
 
 
 def numbers(notebook: NotebookNode) -> Iterator[str]:
-    """Every number in prose was printed by a cell."""
-    shown = printed_numbers(notebook)
+    """Every number in prose was printed by a cell: of the same section or of one beside it, but
+    for sections that speak of the whole lesson.
+    """
+    parts = _sections(notebook)
+    everywhere = printed_numbers(notebook.cells)
+    for index, (heading, cells) in enumerate(parts):
+        beside = [cell for _, part in parts[max(0, index - 1) : index + 2] for cell in part]
+        near = everywhere if heading in WHOLE_LESSON else printed_numbers(beside)
+        for cell in cells:
+            if cell.cell_type != "markdown":
+                continue
+            for number in sorted(numbers_in(cell.source) - near):
+                where = "no cell near it" if number in everywhere else "no cell"
+                yield f"cell {cell.id}: {number} is printed by {where}"
+
+
+def _sections(notebook: NotebookNode) -> list[tuple[str, list[NotebookNode]]]:
+    parts: list[tuple[str, list[NotebookNode]]] = [("", [])]
     for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for number in sorted(numbers_in(cell.source) - shown):
-                yield f"cell {cell.id}: {number} is printed by no cell"
+        match = re.match(r"## (.+)$", cell.source, re.MULTILINE)
+        if cell.cell_type == "markdown" and match:
+            parts.append((match.group(1).strip(), []))
+        parts[-1][1].append(cell)
+    return parts
 
 
 def _plain(number: str) -> str:
@@ -184,18 +203,18 @@ def interview_problems(path: Path) -> list[str]:
 
 
 def _entry_problems(entry: dict[str, Any]) -> Iterator[str]:
-    for part in interview.PARTS:
+    for part in cards.PARTS:
         texts = entry.get(part, {})
-        for lang in interview.LANGUAGES:
+        for lang in cards.LANGUAGES:
             text = texts.get(lang, "")
             if not text.strip():
                 yield f"{part} has no {lang}"
             bare = re.sub(r"\{\w+\}", "", text)
             for number in sorted(numbers_in(bare)):
                 yield f"{part} ({lang}): {number} is not a named value"
-        if interview.names_in(texts.get("en", "")) != interview.names_in(texts.get("zh", "")):
+        if cards.names_in(texts.get("en", "")) != cards.names_in(texts.get("zh", "")):
             yield f"{part}: English and Chinese name different values"
     if len(entry["answer"]["en"].split()) > MOST_ANSWER_WORDS:
         yield "answer (en): longer than a minute"
-    if len(entry["answer"]["zh"]) > MOST_ANSWER_CHARACTERS:
+    if len(re.sub(r"\{\w+\}", "00", entry["answer"]["zh"])) > MOST_ANSWER_CHARACTERS:
         yield "answer (zh): longer than a minute"

@@ -198,7 +198,7 @@ def _judge_serve(answer: Any) -> Verdict:
     answered = call(answer, engine, dict(LENGTHS), most_lines=2_000_000)
     trace = engine.trace
     done = {finish.request_id for step in trace for finish in step.finished}
-    if answered is None and not trace.steps:
+    if answered is None and not trace.steps and not engine.has_unfinished:
         return Verdict(None, "serve_fixed does nothing so far.")
     missing = sorted(set(LENGTHS) - done)
     if missing:

@@ -183,6 +183,9 @@ def _judge_room(answer: Any) -> Verdict:
         trace = run_with(ContinuousScheduler, requests(), {**KNOBS, **answer})
     except MinibatchError as error:
         return failed(str(error))
+    refused = [refusal for step in trace for refusal in step.refused]
+    if refused:
+        return failed(refused[0].reason)
     evictions, steps = trace.summary["num_preemptions"], len(trace)
     blocks = trace.meta.knobs["num_gpu_blocks"]
     seen = f"{steps} iterations, {evictions} evictions, {blocks} blocks"

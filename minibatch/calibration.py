@@ -1,8 +1,8 @@
 """Make the cost model predict *this* machine: fit its constants to a recorded run.
 
-Looked for are seconds a byte, seconds a FLOP, and seconds a row and a step. The first two decide
-which of memory and compute bounds a step, so they are tried on a grid, which is then drawn finer;
-for each pair, the others follow by non-negative least squares.
+Looked for are seconds a byte and a FLOP, how much of the smaller of memory and compute is hidden
+behind the larger, and seconds a row and a step. The first two are tried on a grid, which is then
+drawn finer, for some values of the third; the others follow by non-negative least squares.
 
 *Relative* errors count: a decode step of 40 ms matters as much as a prefill of a second. Steps that
 the rest of the machine disturbed would still pull the fit, so those that miss most weigh less.
@@ -29,7 +29,8 @@ from minibatch.trace import Trace
 
 LEAST_STEPS = 8
 EARNS_ITS_PLACE = 0.75  # an overhead a step must lower the mean error to this share of it
-GRID = 10  # values tried for each of the two rates...
+OVERLAPS = (1.0, 0.5, 0.0)
+GRID = 8  # values tried for each of the two rates...
 REFINEMENTS = 3  # ...so many times, each time closer to the best
 REWEIGHTINGS = 4
 
@@ -119,8 +120,10 @@ def fit(steps: Trace | Iterable[StepRecord], base: CostModel, block_size: int = 
         flops=np.array([float(work.flops) for work in works]),
         rows=np.array([float(work.num_rows) for work in works]),
     )
-    plain, with_step = _search(run, False), _search(run, True)
-    best = with_step if with_step.error < EARNS_ITS_PLACE * plain.error else plain
+    best = min(_search(run, overlap, with_step=False) for overlap in OVERLAPS)
+    with_step = _search(run, best.overlap, with_step=True)
+    if with_step.error < EARNS_ITS_PLACE * best.error:
+        best = with_step
     chip = base.hardware
     return replace(
         base,
@@ -128,6 +131,7 @@ def fit(steps: Trace | Iterable[StepRecord], base: CostModel, block_size: int = 
         compute_efficiency=1.0 / best.per_flop / chip.peak_flops(base.dtype),
         step_overhead_s=best.per_step,
         row_overhead_s=best.per_row,
+        overlap=best.overlap,
     )
 
 
@@ -181,27 +185,34 @@ class _Fit(NamedTuple):
     per_flop: float
     per_row: float
     per_step: float
+    overlap: float
 
 
-def _search(run: _Run, with_step: bool) -> _Fit:
+def _search(run: _Run, overlap: float, with_step: bool) -> _Fit:
     """The best constants on a grid of rates, drawn finer around the best so far."""
     # No step was faster than its bytes or FLOPs alone: beyond these rates nothing need be tried.
     most = np.array([np.min(run.measured / run.memory), np.min(run.measured / run.flops)])
-    best = _Fit(np.inf, 0.0, 0.0, 0.0, 0.0)
+    best = _Fit(np.inf, 0.0, 0.0, 0.0, 0.0, overlap)
     low, high = np.full(2, 0.02), np.full(2, 1.2)
     for _ in range(REFINEMENTS):
         rates = np.linspace(low, high, GRID) * most  # [GRID, 2]
-        for per_byte, per_flop in product(*rates.T):
-            best = min(best, _fit_overheads(run, float(per_byte), float(per_flop), with_step))
+        for per_byte, per_flop in product(*rates.T.tolist()):
+            roofline = _roofline(run, per_byte, per_flop, overlap)
+            error, per_row, per_step = _fit_overheads(run, roofline, with_step)
+            best = min(best, _Fit(error, per_byte, per_flop, per_row, per_step, overlap))
         spacing = (high - low) / (GRID - 1)
         center = np.array([best.per_byte, best.per_flop]) / most
         low, high = np.maximum(center - spacing, 0.01), center + spacing
     return best
 
 
-def _fit_overheads(run: _Run, per_byte: float, per_flop: float, with_step: bool) -> _Fit:
-    """Seconds a row and a step beside a given roofline."""
-    roofline = np.maximum(per_byte * run.memory, per_flop * run.flops)
+def _roofline(run: _Run, per_byte: float, per_flop: float, overlap: float) -> np.ndarray:
+    memory, compute = per_byte * run.memory, per_flop * run.flops
+    return np.maximum(memory, compute) + (1.0 - overlap) * np.minimum(memory, compute)
+
+
+def _fit_overheads(run: _Run, roofline: np.ndarray, with_step: bool) -> tuple[float, float, float]:
+    """(mean relative error, seconds a row, seconds a step) beside a given roofline."""
     terms = np.column_stack([run.rows, np.ones_like(run.rows)] if with_step else [run.rows])
     trust = np.ones_like(run.measured)
     for _ in range(REWEIGHTINGS):
@@ -211,8 +222,7 @@ def _fit_overheads(run: _Run, per_byte: float, per_flop: float, with_step: bool)
         relative = np.abs((roofline + terms @ overheads) / run.measured - 1.0)
         trust = 1.0 / np.sqrt(np.maximum(relative, 0.01))  # towards least absolute errors
     per_row, per_step = (*map(float, overheads), 0.0)[:2]
-    error = float(np.mean(np.minimum(relative, 1.0)))
-    return _Fit(error, per_byte, per_flop, per_row, per_step)
+    return float(np.mean(np.minimum(relative, 1.0))), per_row, per_step
 
 
 def _non_negative_least_squares(

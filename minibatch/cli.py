@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from minibatch import __version__
 from minibatch.errors import MinibatchError
 
-COMMANDS = ("run", "trace", "models")
+COMMANDS = ("run", "simulate", "audit", "trace", "models")
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 

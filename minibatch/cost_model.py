@@ -8,7 +8,8 @@
   tokens. Nothing is shared here, so this term grows with the batch.
 * **compute**: two FLOPs for each weight and token, and attention's dot products.
 * memory and cores work at the same time, so the slower of the two counts (Williams et al.,
-  "Roofline", 2009).
+  "Roofline", 2009). That is a GPU's way; a CPU core that multiplies with weights while it reads
+  them hides little of the one behind the other (``overlap`` says how much).
 * **overhead**: launching kernels, scheduling, sampling: seconds in which the chip waits.
 * **link**: swapped blocks cross the host link before the model runs, as in vLLM 0.6.0.
 
@@ -69,6 +70,7 @@ class StepCost:
     compute_s: float
     overhead_s: float
     link_s: float
+    overlap: float = 1.0  # share of the smaller of memory and compute that the larger one hides
 
     @property
     def memory_s(self) -> float:
@@ -77,7 +79,9 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        return max(self.memory_s, self.compute_s) + self.overhead_s + self.link_s
+        memory, compute = self.memory_s, self.compute_s
+        exposed = (1.0 - self.overlap) * min(memory, compute)
+        return max(memory, compute) + exposed + self.overhead_s + self.link_s
 
     @property
     def bound(self) -> str:
@@ -109,6 +113,7 @@ class CostModel:
         link_efficiency: share of the host link that is reached.
         step_overhead_s: seconds a step, whatever is in it.
         row_overhead_s: seconds for each row of the batch.
+        overlap: share of the smaller of memory and compute time that is hidden behind the larger.
 
     Raises:
         ConfigError: an impossible constant, or a dtype that the chip has no figure for.
@@ -124,6 +129,7 @@ class CostModel:
     link_efficiency: float = LINK_EFFICIENCY
     step_overhead_s: float = STEP_OVERHEAD_S
     row_overhead_s: float = 0.0
+    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("memory_efficiency", "compute_efficiency", "link_efficiency"):
@@ -132,6 +138,7 @@ class CostModel:
                 raise ConfigError(f"{name}=0.0 would make every step endless.")
         for name in ("step_overhead_s", "row_overhead_s"):
             check_number(name, getattr(self, name), 0.0, float("inf"))
+        check_number("overlap", self.overlap, 0.0, 1.0)
         for name in ("dtype", "weight_dtype", "kv_dtype"):
             value = getattr(self, name)
             if value is not None and value not in DTYPE_BYTES:
@@ -272,6 +279,7 @@ class CostModel:
             compute_s=work.flops / flops,
             overhead_s=self.step_overhead_s + self.row_overhead_s * work.num_rows,
             link_s=work.link_bytes / link,
+            overlap=self.overlap,
         )
 
     def decode_cost(self, batch: int, context: int) -> StepCost:

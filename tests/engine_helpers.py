@@ -325,6 +325,7 @@ def audit_queues(scheduler: Scheduler) -> None:
     for request in (*scheduler.waiting, *unborn):
         assert request.status is RequestStatus.WAITING
         assert not request.block_table and not request.cpu_block_table
+        assert request.num_computed_tokens == 0 and not request.is_prefill
     for request in scheduler.running:
         assert request.status is RequestStatus.RUNNING
         assert not request.cpu_block_table

@@ -156,6 +156,14 @@ def test_quantisation_fixes_one_end_each() -> None:
     assert rate["plain", 256] == pytest.approx(12160, rel=0.01)
 
 
+def test_what_does_not_overlap_is_added() -> None:
+    cost = StepCost(3.0, 1.0, 2.0, 0.5, 0.0, overlap=0.25)
+    assert cost.total_s == pytest.approx(4.0 + 0.75 * 2.0 + 0.5)
+    core = CostModel(LLAMA, hardware("a100-80gb"), overlap=0.0, step_overhead_s=0.0)
+    step = core.decode_cost(32, 576)
+    assert step.total_s == pytest.approx(step.memory_s + step.compute_s)
+
+
 def test_overheads_are_added_per_step_and_row() -> None:
     model = CostModel(LLAMA, hardware("a100-80gb"), step_overhead_s=1.0, row_overhead_s=0.1)
     work = model.work([(10, 10, 5, True), (1, 9, 0, True)])
@@ -169,6 +177,7 @@ def test_overheads_are_added_per_step_and_row() -> None:
         {"memory_efficiency": 0.0},
         {"compute_efficiency": -0.1},
         {"step_overhead_s": -1e-9},
+        {"overlap": 1.5},
         {"dtype": "float12"},
         {"kv_dtype": "float12"},
         {"dtype": "float8"},  # an A100 has none

@@ -324,6 +324,22 @@ def test_the_other_samples_go_on_when_their_leader_ends_first() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_the_other_samples_go_on_when_their_leader_says_nothing(policy: str) -> None:
+    """They wait for its first token, which never comes."""
+    engine = make_engine(policy=policy, max_model_len=32)
+    auditor = Auditor(engine)
+    paper(engine).speechless = {"A#0"}
+    engine.add_request("A", [1, 2, 3, 4, 5], greedy(4, n=3))
+    while engine.has_unfinished:
+        auditor.step()
+    parts = engine.output("A").outputs
+    assert [part.finish_reason for part in parts] == ["error", "length", "length"]
+    for index in (1, 2):
+        assert parts[index].token_ids == foretell([1, 2, 3, 4, 5], 4, sample_index=index)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("when", [0, 2])
 def test_a_row_without_a_token_ends_alone(policy: str, when: int) -> None:
     engine = make_engine(policy=policy, max_model_len=32)

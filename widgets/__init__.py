@@ -22,7 +22,7 @@ from widgets.view import View, view
 
 _HOMES = {
     "play": "widgets.player",
-    "Player": "widgets.player",
+    "Player": "widgets.player_widget",
     "compare": "widgets.player",
     "live": "widgets.live_widget",
     "Live": "widgets.live_widget",
@@ -61,7 +61,8 @@ __all__ = [
 if TYPE_CHECKING:
     from widgets.learn import Card, Question, flashcards, predict, quiz
     from widgets.live_widget import Live, live
-    from widgets.player import Player, compare, play
+    from widgets.player import compare, play
+    from widgets.player_widget import Player
     from widgets.static import alt_text, data_table, film_strip_svg, png, timeline_svg
 
 

@@ -15,9 +15,21 @@ from widgets.palette import css_variables, for_browser
 from widgets.words import WORDS
 
 PLAYER = (
-    "decode", "replay", "words", "paint", "timeline", "board", "blocks", "charts", "totals",
-    "controls", "live", "series", "player", "widget",
-)  # fmt: skip
+    "decode",
+    "replay",
+    "words",
+    "paint",
+    "timeline",
+    "board",
+    "blocks",
+    "charts",
+    "totals",
+    "controls",
+    "live",
+    "series",
+    "player",
+    "widget",
+)
 
 
 def source(name: str) -> str:

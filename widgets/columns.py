@@ -65,8 +65,13 @@ RUN_COLUMNS = {
     "evict": ("request", "mode", "culprit", "needed", "free"),
     "op": ("kind", "request", "block"),
 }
-_NARROW = {"lane_slot": "<u2", "lane_phase": "u1", "move_source": "u1", "move_target": "u1",
-           "op_kind": "u1"}  # fmt: skip
+_NARROW = {
+    "lane_slot": "<u2",
+    "lane_phase": "u1",
+    "move_source": "u1",
+    "move_target": "u1",
+    "op_kind": "u1",
+}
 _LANE_WIDTH = len(RUN_COLUMNS["lane"])
 
 

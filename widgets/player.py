@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minibatch.trace import Trace
-from widgets.base import TraceWidget
 from widgets.picture import PANELS, Picture
 
+if TYPE_CHECKING:
+    from widgets.player_widget import Player
 
-class Player(TraceWidget):
-    """Runs to step through: one, or two to four side by side on one slider.
 
-    Made by ``play`` and ``compare``. Saved in a notebook it is a picture; where scripts run it
-    can be stepped through without a kernel.
+class Still:
+    """What is shown where anywidget is missing: the saved form of a player, and a word about it.
+
+    Where scripts may run, it can be stepped through all the same.
     """
 
-    def __init__(self, picture: Picture, key: str | None = None) -> None:
+    def __init__(self, picture: Picture) -> None:
         self.picture = picture
-        super().__init__(picture.state(), key)
-
-    def still_forms(self) -> dict[str, str]:
-        return self.picture.bundle()
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A page of its own: works from a disk, without a network or a kernel."""
@@ -36,8 +33,17 @@ class Player(TraceWidget):
     def png(self) -> bytes:
         return self.picture.png()
 
+    def close(self) -> None:
+        """There is nothing to close."""
+
     def __repr__(self) -> str:
-        return self.picture.text()
+        return f"{self.picture.text()}\n{self.picture.words('still.note')}"
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        forms = self.picture.bundle()
+        forms["text/plain"] = repr(self)
+        forms["text/html"] += f"<p>{self.picture.words('still.note')}</p>"
+        return forms, {}
 
 
 def play(
@@ -49,7 +55,7 @@ def play(
     lang: str = "en",
     title: str | None = None,
     key: str | None = None,
-) -> Player:
+) -> Player | Still:
     """A player of one run.
 
     Args:
@@ -66,7 +72,7 @@ def play(
         step = range(len(trace))[step]
     titles = [title] if title else None
     picture = Picture([trace], titles, step=step, axis=axis, panels=panels, lang=lang)
-    return Player(picture, key)
+    return _show(picture, key)
 
 
 def compare(
@@ -76,7 +82,7 @@ def compare(
     panels: tuple[str, ...] = ("timeline", "blocks"),
     lang: str = "en",
     key: str | None = None,
-) -> Player:
+) -> Player | Still:
     """Two to four runs on one slider, with totals side by side.
 
     Args:
@@ -90,9 +96,12 @@ def compare(
     else:
         listed = [*traces, *more] if isinstance(traces, (list, tuple)) else [traces, *more]
     picture = Picture(listed, titles, axis=axis, panels=panels, lang=lang)
+    return _show(picture, key)
+
+
+def _show(picture: Picture, key: str | None) -> Player | Still:
+    try:
+        from widgets.player_widget import Player
+    except ImportError:
+        return Still(picture)
     return Player(picture, key)
-
-
-def as_engine(thing: Any) -> Any:
-    """An engine, or the engine of an ``LLM`` or a simulation."""
-    return getattr(thing, "engine", thing)

@@ -231,9 +231,7 @@ class Replay:
         state.totals.arrived += len(record.arrived)
         state.totals.refused += len(record.refused)
 
-    def _evict(
-        self, record: StepRecord, moves: list[Move]
-    ) -> dict[str, tuple[int, int, bool]]:
+    def _evict(self, record: StepRecord, moves: list[Move]) -> dict[str, tuple[int, int, bool]]:
         state = self.state
         evicted: dict[str, tuple[int, int, bool]] = {}
         left = [name for name in self._running_before if name in state.requests]

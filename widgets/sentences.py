@@ -12,7 +12,7 @@ Label = Callable[[str], str]
 
 
 class Narrator:
-    """Tells steps. The headline comes first: what was evicted, refused, finished, let in.
+    """Tells steps. The headline comes first: who was refused, evicted, let in, who finished.
 
     Args:
         words: the language.
@@ -41,8 +41,8 @@ class Narrator:
             for r in record.refused
         ]
         clauses += self._evictions(facts)
-        clauses += self._finishes(facts)
         clauses += self._admissions(facts)
+        clauses += self._finishes(facts)
         if record.held_back is not None and not record.preempted:
             who = self.label(record.held_back.request_id)
             clauses.append(words("held", who=who, reason=self.held_reason(record.held_back)))

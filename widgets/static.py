@@ -8,7 +8,7 @@ from minibatch.trace import Trace, TraceMeta
 from widgets.canvas import Canvas, PixelCanvas, SvgCanvas
 from widgets.names import Names
 from widgets.palette import PHASES, THEMES, ink_on, request_colour
-from widgets.timeline import TimelinePlan, draw_timeline, plan
+from widgets.timeline import TimelineDrawing, TimelinePlan, plan
 from widgets.view import View, view
 from widgets.words import Words
 
@@ -146,10 +146,17 @@ class _Job:
             if self.steps and number == 0:
                 self._frames(canvas, trace, top)
                 top += FRAME_HEIGHT + 10
-            draw_timeline(
-                canvas, trace, layout, top, self.names, self.words, self.theme, self.axis,
+            TimelineDrawing(
+                canvas,
+                trace,
+                layout,
+                top,
+                self.names,
+                self.words,
+                self.theme,
+                self.axis,
                 tuple(self.steps),
-            )  # fmt: skip
+            ).draw()
             top += layout.height
         self._legend(canvas, top + 6)
 
@@ -173,8 +180,9 @@ class _Job:
         width = canvas.measure(text, 11) + 16
         box = (canvas.width - 14 - width, top + 8, width, 20)
         canvas.rect(*box, colours["panel"], colours["strong"], radius=10)
-        canvas.text(canvas.width - 14 - width / 2, top + 22, text, colours["text"], 11,
-                    anchor="middle")  # fmt: skip
+        canvas.text(
+            canvas.width - 14 - width / 2, top + 22, text, colours["text"], 11, anchor="middle"
+        )
 
     def _frames(self, canvas: Canvas, trace: Trace, top: float) -> None:
         gap = 10
@@ -241,8 +249,9 @@ class _Frame:
 
     def _chips(self, place: str, queue: tuple[str, ...], top: float) -> None:
         canvas, names = self.canvas, self.job.names
-        canvas.text(self.x + 10, top + 11, self.job.words(f"place.{place}"),
-                    self.colours["muted"], 10)  # fmt: skip
+        canvas.text(
+            self.x + 10, top + 11, self.job.words(f"place.{place}"), self.colours["muted"], 10
+        )
         x, most = self.x + 80, self.x + self.width - 10
         for index, name in enumerate(queue):
             label = names.label(name)
@@ -254,8 +263,9 @@ class _Frame:
             fill = request_colour(names.number(name))
             done = name in self.view.finishing
             canvas.rect(x, top, width, 15, fill, "#1B1F24", radius=3)
-            canvas.text(x + width / 2, top + 11, label, ink_on(fill), 10, anchor="middle",
-                        bold=True)  # fmt: skip
+            canvas.text(
+                x + width / 2, top + 11, label, ink_on(fill), 10, anchor="middle", bold=True
+            )
             if done:
                 canvas.line(x, top + 17, x + width, top + 17, self.colours["good"], 2)
             if any(p.request_id == name for p in self.view.record.preempted):
@@ -270,9 +280,13 @@ class _Frame:
         canvas.text(self.x + 10, top + 8, note, self.colours["muted"], 10)
         room_x, room_y = self.width - 20, self.y + FRAME_HEIGHT - 8 - (top + 14)
         size = next(
-            (s for s in (18, 16, 14, 12, 10, 8, 6, 5, 4, 3)
-             if int(room_x // s) * int(room_y // s) >= len(blocks)), 3,
-        )  # fmt: skip
+            (
+                s
+                for s in (18, 16, 14, 12, 10, 8, 6, 5, 4, 3)
+                if int(room_x // s) * int(room_y // s) >= len(blocks)
+            ),
+            3,
+        )
         columns = max(1, int(room_x // size))
         columns = -(-len(blocks) // -(-len(blocks) // columns)) if blocks else 1  # equal rows
         for number, block in enumerate(blocks):
@@ -285,8 +299,9 @@ class _Frame:
                 edge = self.colours["alarm" if block.lost_by else "line"]
                 canvas.rect(x, y, side, side, self.colours["bg"], edge)
                 if block.state == "cached" and size >= 8:
-                    canvas.rect(x + size / 3, y + size / 3, size / 4, size / 4,
-                                self.colours["muted"])  # fmt: skip
+                    canvas.rect(
+                        x + size / 3, y + size / 3, size / 4, size / 4, self.colours["muted"]
+                    )
                 continue
             fill = request_colour(names.number(block.owners[0]))
             edge = self.colours["text"] if block.taken else self.colours["strong"]
@@ -295,5 +310,12 @@ class _Frame:
             canvas.rect(x, y, side, side, fill, edge, pattern=pattern, width=thick)
             if size >= 14:
                 label = names.label(block.owners[0])
-                canvas.text(x + side / 2, y + side / 2 + 3.5, label, ink_on(fill), 9,
-                            anchor="middle", bold=True)  # fmt: skip
+                canvas.text(
+                    x + side / 2,
+                    y + side / 2 + 3.5,
+                    label,
+                    ink_on(fill),
+                    9,
+                    anchor="middle",
+                    bold=True,
+                )

@@ -81,42 +81,182 @@ def plan(trace: Trace, theme_rows: float = 22) -> TimelinePlan:
     )
 
 
-def draw_timeline(
-    canvas: Canvas,
-    trace: Trace,
-    layout: TimelinePlan,
-    top: float,
-    names: Names,
-    words: Words,
-    theme: str = "light",
-    axis: str = "iterations",
-    marked: tuple[int, ...] = (),
-) -> None:
-    """Draw into ``canvas`` from ``top`` on. ``marked`` steps get a line through all rows."""
-    colours = THEMES[theme]
-    x = _axis(trace, canvas.width, axis)
-    queue_top = top + 24
-    lanes_top = queue_top + layout.queue_rows * layout.queue_row + 8
-    swap_top = lanes_top + layout.lanes * layout.row + 8
-    bottom = swap_top + layout.swap_rows * layout.queue_row
+class TimelineDrawing:
+    """Draws a plan into ``canvas``, from ``top`` on.
 
-    def lane_y(slot: int) -> float:
-        return lanes_top + slot * layout.row
+    Args:
+        marked: steps that get a line through all rows.
+    """
 
-    _labels(canvas, layout, words, colours, queue_top, lane_y, swap_top)
-    for slot in range(layout.lanes):
-        canvas.rect(LEFT, lane_y(slot) + 1, x(len(trace)) - LEFT, layout.row - 2, colours["panel"])
-    for t, slot in layout.bubbles:
-        box = (x(t), lane_y(slot) + 1, x(t + 1) - x(t), layout.row - 2)
-        canvas.rect(*box, colours["bubble"], tip=words("phase.bubble"))
-    for stay in layout.stays:
-        _stay(canvas, stay, x, lane_y, layout, names, words, theme)
-    _queues(canvas, layout, x, queue_top, swap_top, names, theme)
-    for t in marked:
-        canvas.line(x(t), top + 16, x(t), bottom + 2, colours["accent"], 1)
-        canvas.text(x(t) + 2, top + 21, str(trace[t].step), colours["accent"], 9, bold=True)
-    _evictions(canvas, layout, x, lane_y, queue_top, swap_top, colours)
-    _ruler(canvas, trace, x, bottom, colours, axis)
+    def __init__(
+        self,
+        canvas: Canvas,
+        trace: Trace,
+        layout: TimelinePlan,
+        top: float,
+        names: Names,
+        words: Words,
+        theme: str = "light",
+        axis: str = "iterations",
+        marked: tuple[int, ...] = (),
+    ) -> None:
+        self.canvas = canvas
+        self.trace = trace
+        self.layout = layout
+        self.names = names
+        self.words = words
+        self.theme = theme
+        self.axis = axis
+        self.marked = marked
+        self.colours = THEMES[theme]
+        self.x = _axis(trace, canvas.width, axis)
+        self.top = top
+        self.queue_top = top + 24
+        self.lanes_top = self.queue_top + layout.queue_rows * layout.queue_row + 8
+        self.swap_top = self.lanes_top + layout.lanes * layout.row + 8
+        self.bottom = self.swap_top + layout.swap_rows * layout.queue_row
+
+    def draw(self) -> None:
+        canvas, layout, colours, x = self.canvas, self.layout, self.colours, self.x
+        self._labels()
+        end = x(len(self.trace))
+        for slot in range(layout.lanes):
+            box = (LEFT, self._lane_y(slot) + 1, end - LEFT, layout.row - 2)
+            canvas.rect(*box, colours["panel"])
+        for t, slot in layout.bubbles:
+            box = (x(t), self._lane_y(slot) + 1, x(t + 1) - x(t), layout.row - 2)
+            canvas.rect(*box, colours["bubble"], tip=self.words("phase.bubble"))
+        for stay in layout.stays:
+            self._stay(stay)
+        self._queue("waiting", layout.queue_rows)
+        self._queue("swapped", layout.swap_rows)
+        for t in self.marked:
+            canvas.line(x(t), self.top + 16, x(t), self.bottom + 2, colours["accent"], 1)
+            step = str(self.trace[t].step)
+            canvas.text(x(t) + 2, self.top + 21, step, colours["accent"], 9, bold=True)
+        self._evictions()
+        self._ruler()
+
+    def _lane_y(self, slot: int) -> float:
+        return self.lanes_top + slot * self.layout.row
+
+    def _queue_y(self, queue: str, row: int) -> float:
+        """The head of ``waiting`` lies next to the lanes, and so does that of ``swapped``."""
+        height = self.layout.queue_row
+        if queue == "swapped":
+            return self.swap_top + row * height
+        return self.queue_top + (self.layout.queue_rows - 1 - row) * height
+
+    def _label(self, y: float, text: str) -> None:
+        self.canvas.text(LEFT - 8, y, text, self.colours["muted"], 10, anchor="end")
+
+    def _labels(self) -> None:
+        layout = self.layout
+        half = layout.queue_row / 2
+        if layout.queue_rows:
+            y = self.queue_top + layout.queue_rows * half + 4
+            self._label(y, self.words("place.waiting"))
+        step = 1 if layout.row >= 12 else max(1, round(24 / layout.row))
+        for slot in range(0, layout.lanes, step):
+            height = min(layout.row, 12) if step > 1 else layout.row
+            self._label(self._lane_y(slot) + height / 2 + 4, str(slot))
+        if layout.swap_rows:
+            y = self.swap_top + layout.swap_rows * half + 4
+            self._label(y, self.words("place.swapped"))
+
+    def _stay(self, stay: Stay) -> None:
+        canvas, layout, phase = self.canvas, self.layout, PHASES[stay.phase]
+        left, right, y = self.x(stay.begin), self.x(stay.end), self._lane_y(stay.lane) + 1
+        height = layout.row - 2
+        edge = phase.edge if self.theme == "light" else phase.edge_dark
+        fine = layout.row >= 8
+        told = self.words(f"phase.{stay.phase}")
+        canvas.rect(
+            left,
+            y,
+            right - left,
+            height,
+            phase.fill,
+            edge if fine else None,
+            pattern=phase.pattern if fine else "",
+            ink=phase.ink,
+            tip=f"{stay.request_id}: {told}, {stay.begin}-{stay.end - 1}",
+        )
+        if not fine:
+            return
+        colour = request_colour(self.names.number(stay.request_id))
+        canvas.rect(left, y + height - 4, right - left, 4, colour, edge)
+        if stay.enters and layout.row >= 13:
+            label = self.names.label(stay.request_id)
+            room = max(13, canvas.measure(label, 10, True) + 6)
+            canvas.rect(left, y, min(room, max(13, right - left)), height, colour, "#1B1F24")
+            canvas.text(left + 3, y + height / 2 + 4, label, ink_on(colour), 10, bold=True)
+
+    def _queue(self, queue: str, rows: int) -> None:
+        """A thin line a request."""
+        facts = self.layout.facts
+        open_lines: dict[int, tuple[int, str]] = {}
+        last_seen: dict[str, int] = {}
+        for t in range(len(facts) + 1):
+            ids = getattr(facts[t].record, queue)[:rows] if t < len(facts) else ()
+            for row in range(rows):
+                name = ids[row] if row < len(ids) else None
+                if row in open_lines and open_lines[row][1] != name:
+                    begin, who = open_lines.pop(row)
+                    is_new = last_seen.get(who, -2) < begin - 1
+                    self._queue_line(begin, t, self._queue_y(queue, row), who, is_new)
+                    last_seen[who] = t - 1
+                if name is not None and row not in open_lines:
+                    open_lines[row] = (t, name)
+
+    def _queue_line(self, begin: int, end: int, y: float, who: str, is_new: bool) -> None:
+        canvas, left = self.canvas, self.x(begin)
+        colour = request_colour(self.names.number(who))
+        box = (left, y + 2, self.x(end) - left, 5)
+        canvas.rect(*box, colour, self.colours["strong"], tip=who)
+        if is_new:
+            label = self.names.label(who)
+            width = canvas.measure(label, 9, True) + 5
+            canvas.rect(left, y - 0.5, width, 10, colour, "#1B1F24")
+            canvas.text(left + 2.5, y + 7.5, label, ink_on(colour), 9, bold=True)
+
+    def _evictions(self) -> None:
+        """A cross where the lane was lost, a line to where the request went."""
+        canvas, layout, alarm = self.canvas, self.layout, self.colours["alarm"]
+        lane_before: dict[str, int] = {}
+        for t, facts in enumerate(layout.facts):
+            record = facts.record
+            for preemption in record.preempted:
+                slot = lane_before.get(preemption.request_id)
+                if slot is None:
+                    continue
+                y = self._lane_y(slot) + layout.row / 2
+                queue = "swapped" if preemption.mode == "swap" else "waiting"
+                rows = layout.swap_rows if queue == "swapped" else layout.queue_rows
+                ids = getattr(record, queue)
+                row = ids.index(preemption.request_id) if preemption.request_id in ids else 0
+                target = self._queue_y(queue, min(row, rows - 1)) + 4
+                canvas.line(self.x(t), y, self.x(t), target, alarm, 1.5)
+                canvas.cross(self.x(t), y, min(5, layout.row / 3), alarm, 2)
+            for lane in facts.lanes:
+                if lane.request_id is not None:
+                    lane_before[lane.request_id] = lane.slot
+
+    def _ruler(self) -> None:
+        canvas, trace, colours, in_ms = self.canvas, self.trace, self.colours, self.axis == "ms"
+        spacings = (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9)
+        every = next(n for n in spacings if len(trace) / n <= 24)
+        last = -100.0
+        for t in range(0, len(trace), every):
+            x = self.x(t)
+            if x - last < 34 and in_ms:
+                continue
+            last = x
+            text = _ms(trace[t].start_s - trace[0].start_s) if in_ms else str(trace[t].step)
+            canvas.line(x, self.bottom + 2, x, self.bottom + 5, colours["strong"], 1)
+            canvas.text(x, self.bottom + 16, text, colours["muted"], 10, anchor="middle")
+        if in_ms:
+            self._label(self.bottom + 16, "ms")
 
 
 def _axis(trace: Trace, width: int, axis: str) -> Callable[[int], float]:
@@ -125,119 +265,9 @@ def _axis(trace: Trace, width: int, axis: str) -> Callable[[int], float]:
         cell = min(34.0, room / max(1, len(trace)))
         return lambda t: LEFT + t * cell
     start = trace[0].start_s if len(trace) else 0.0
-    span = (trace[-1].end_s - start) or 1.0
+    span = (trace[-1].end_s - start if len(trace) else 0.0) or 1.0
     edges = [LEFT + room * (step.start_s - start) / span for step in trace] + [LEFT + room]
     return lambda t: edges[t]
-
-
-def _labels(canvas, layout, words, colours, queue_top, lane_y, swap_top) -> None:  # noqa: ANN001
-    def label(y: float, text: str) -> None:
-        canvas.text(LEFT - 8, y, text, colours["muted"], 10, anchor="end")
-
-    if layout.queue_rows:
-        label(queue_top + layout.queue_rows * layout.queue_row / 2 + 4, words("place.waiting"))
-    step = 1 if layout.row >= 12 else max(1, round(24 / layout.row))
-    for slot in range(0, layout.lanes, step):
-        label(lane_y(slot) + min(layout.row, 12 if step > 1 else layout.row) / 2 + 4, str(slot))
-    if layout.swap_rows:
-        label(swap_top + layout.swap_rows * layout.queue_row / 2 + 4, words("place.swapped"))
-
-
-def _stay(canvas, stay, x, lane_y, layout, names, words, theme) -> None:  # noqa: ANN001
-    phase = PHASES[stay.phase]
-    left, right, y = x(stay.begin), x(stay.end), lane_y(stay.lane) + 1
-    height = layout.row - 2
-    label = names.label(stay.request_id)
-    number = names.number(stay.request_id)
-    edge = phase.edge if theme == "light" else phase.edge_dark
-    fine = layout.row >= 8
-    tip = f"{stay.request_id}: {words('phase.' + stay.phase)}, {stay.begin}-{stay.end - 1}"
-    canvas.rect(
-        left, y, right - left, height, phase.fill, edge if fine else None,
-        pattern=phase.pattern if fine else "", ink=phase.ink, tip=tip,
-    )  # fmt: skip
-    if not fine:
-        return
-    colour = request_colour(number)
-    canvas.rect(left, y + height - 4, right - left, 4, colour, edge)
-    if stay.enters and layout.row >= 13:
-        room = max(13, canvas.measure(label, 10, True) + 6)
-        canvas.rect(left, y, min(room, max(13, right - left)), height, colour, "#1B1F24")
-        canvas.text(left + 3, y + height / 2 + 4, label, ink_on(colour), 10, bold=True)
-
-
-def _queues(canvas, layout, x, queue_top, swap_top, names, theme) -> None:  # noqa: ANN001
-    """A thin line a request, the head of the queue next to the lanes."""
-    edge = THEMES[theme]["strong"]
-    rows = layout.queue_rows
-    for key, most, place in (
-        ("waiting", rows, lambda i: queue_top + (rows - 1 - i) * layout.queue_row),
-        ("swapped", layout.swap_rows, lambda i: swap_top + i * layout.queue_row),
-    ):
-        open_lines: dict[int, tuple[int, str]] = {}
-        last_seen: dict[str, int] = {}
-        for t in range(len(layout.facts) + 1):
-            queue = getattr(layout.facts[t].record, key)[:most] if t < len(layout.facts) else ()
-            for row in range(most):
-                name = queue[row] if row < len(queue) else None
-                if row in open_lines and open_lines[row][1] != name:
-                    begin, who = open_lines.pop(row)
-                    new = last_seen.get(who, -2) < begin - 1
-                    _queue_line(canvas, x(begin), x(t), place(row), who, names, edge, new)
-                    last_seen[who] = t - 1
-                if name is not None and row not in open_lines:
-                    open_lines[row] = (t, name)
-
-
-def _queue_line(canvas, left, right, y, who, names, edge, new) -> None:  # noqa: ANN001
-    colour = request_colour(names.number(who))
-    canvas.rect(left, y + 2, right - left, 5, colour, edge, tip=who)
-    if new:
-        label = names.label(who)
-        width = canvas.measure(label, 9, True) + 5
-        canvas.rect(left, y - 0.5, width, 10, colour, "#1B1F24")
-        canvas.text(left + 2.5, y + 7.5, label, ink_on(colour), 9, bold=True)
-
-
-def _evictions(canvas, layout, x, lane_y, queue_top, swap_top, colours) -> None:  # noqa: ANN001
-    """A cross where the lane was lost, a line to where the request went."""
-    lane_before: dict[str, int] = {}
-    for t, facts in enumerate(layout.facts):
-        record = facts.record
-        for preemption in record.preempted:
-            slot = lane_before.get(preemption.request_id)
-            if slot is None:
-                continue
-            y = lane_y(slot) + layout.row / 2
-            swap = preemption.mode == "swap"
-            queue = record.swapped if swap else record.waiting
-            row = queue.index(preemption.request_id) if preemption.request_id in queue else 0
-            if swap:
-                target = swap_top + min(row, layout.swap_rows - 1) * layout.queue_row + 4
-            else:
-                row = min(row, layout.queue_rows - 1)
-                target = queue_top + (layout.queue_rows - 1 - row) * layout.queue_row + 4
-            canvas.line(x(t), y, x(t), target, colours["alarm"], 1.5)
-            canvas.cross(x(t), y, min(5, layout.row / 3), colours["alarm"], 2)
-        for lane in facts.lanes:
-            if lane.request_id is not None:
-                lane_before[lane.request_id] = lane.slot
-
-
-def _ruler(canvas, trace, x, bottom, colours, axis) -> None:  # noqa: ANN001
-    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 10**9) if len(trace) / n <= 24)
-    start = trace[0].start_s if len(trace) else 0.0
-    last = -100.0
-    for t in range(0, len(trace), every):
-        if x(t) - last < 34 and axis == "ms":
-            continue
-        last = x(t)
-        text = str(trace[t].step) if axis == "iterations" else f"{_ms(trace[t].start_s - start)}"
-        canvas.line(x(t), bottom + 2, x(t), bottom + 5, colours["strong"], 1)
-        canvas.text(x(t), bottom + 16, text, colours["muted"], 10, anchor="middle")
-    unit = "ms" if axis == "ms" else ""
-    if unit:
-        canvas.text(LEFT - 8, bottom + 16, unit, colours["muted"], 10, anchor="end")
 
 
 def _ms(seconds: float) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from minibatch.audit import Audit, Finding, load_claims
+from minibatch.audit import Finding, audit, load_claims
 from minibatch.tables import table
 
 EXAMPLES = """\
@@ -30,16 +30,16 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--claim", nargs="+", metavar="T", help="T1 ... T8, or 'Text 2'")
+    parser.add_argument(
+        "--claim", nargs="+", default=(), metavar="T", help="T1 ... T8, or 'Text 2'"
+    )
     parser.add_argument("--style", choices=("text", "markdown", "csv"), default="text")
     parser.add_argument("--json", action="store_true", help="print an object a finding")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = [
-        finding for finding in Audit().run() if not args.claim or finding.claim in args.claim
-    ]
+    findings = audit(args.claim)
     if args.json:
         for finding in findings:
             print(json.dumps({**asdict(finding), "verdict": finding.verdict.value}))

@@ -107,6 +107,7 @@ class CudaModelRunner(ModelRunner):
         max_num_seqs: rows of the largest step.
         max_num_tokens: tokens of the largest step.
         make_graph: how decode steps are captured; None runs them kernel by kernel.
+        forward: another way to compute ``model.forward``.
         owns_model: ``close()`` gives the weights back as well.
     """
 
@@ -119,11 +120,13 @@ class CudaModelRunner(ModelRunner):
         max_num_seqs: int,
         max_num_tokens: int,
         make_graph: Callable[[], Graph] | None = None,
+        forward: Callable[..., Tensor] | None = None,
         owns_model: bool = False,
     ) -> None:
         super().__init__(model, kv_cache, max_model_len)
         device = model.device
         self._module = torch.get_device_module(device)
+        self._forward_pass = forward or model
         self._owns_model = owns_model
         self._block_tables = BlockTables(max_num_seqs, self.max_blocks, device)
         most_updates = max_num_seqs * self.max_blocks
@@ -180,6 +183,7 @@ class CudaModelRunner(ModelRunner):
         if self._owns_model and self.model is not None:
             held += [*self.model.parameters(), *self.model.buffers()]
         empty_storages(held)
+        del self._forward_pass
         super().close()
 
     # -- the host's part ----------------------------------------------------------------------
@@ -304,7 +308,7 @@ class CudaModelRunner(ModelRunner):
         self, inputs: StepInputs[Tensor], query_lens: list[int], seq_lens: list[int]
     ) -> Tensor:
         """Final hidden states of the packed tokens, ``[T, H]``."""
-        assert self.model is not None and self.kv_cache is not None
+        assert self.kv_cache is not None
         ids, positions = inputs.ids.long(), inputs.positions
         # The newest token of a row may be known to the device only.
         last = inputs.query_start[1:].long() - 1
@@ -320,7 +324,7 @@ class CudaModelRunner(ModelRunner):
             num_decodes=query_lens.count(1),
             prompt_lens=inputs.prompt_lens,
         )
-        return self.model(ids, positions, self.kv_cache, meta)
+        return self._forward_pass(ids, positions, self.kv_cache, meta)
 
     def _send_back(self, token_ids: Tensor, rows: list[ScheduledRequest]) -> OnDevice:
         """Keep the ids for the next step, and start their way to the host."""

@@ -14,6 +14,7 @@ from minibatch.executor.cuda_graphs import Graph, cuda_graph_maker
 from minibatch.executor.cuda_model_runner import CudaModelRunner
 from minibatch.executor.memory import explained_oom
 from minibatch.model.attention import AttentionBackend
+from minibatch.model.fp8 import quantize_fp8, replace_linears
 from minibatch.model.fp8_kv_cache import Fp8KVCache, UnpackingAttention, calibrate, fp8_format
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
@@ -93,8 +94,14 @@ def make_runner(
     backend is the plain one, which takes lengths from the host.
     """
     make_graph: Callable[[], Graph] | None = None
-    if not engine_config.enforce_eager and has_kernels(model.device):
-        make_graph = cuda_graph_maker()
+    forward = None
+    if has_kernels(model.device):
+        if not engine_config.enforce_eager:
+            make_graph = cuda_graph_maker()
+        if model.config.rope.kind != "dynamic":
+            from minibatch.model.triton_layers import FusedLlama
+
+            forward = FusedLlama(model)
     with explained_oom(
         "CUDA graphs and step buffers",
         "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager=True",
@@ -106,6 +113,7 @@ def make_runner(
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,
             make_graph=make_graph,
+            forward=forward,
             owns_model=owns_model,
         )
 
@@ -117,10 +125,13 @@ def quantize(model: LlamaForCausalLM, name: str | None) -> None:
         ConfigError: this device has no kernels for it.
     """
     if name == "fp8":
-        from minibatch.model.fp8 import quantize_fp8
-
         quantize_fp8(model)
     elif name == "int8":
+        if model.device.type == "cpu":
+            from minibatch.model.quantization import Int8Linear
+
+            replace_linears(model, Int8Linear)
+            return
         if not has_kernels(model.device):
             raise ConfigError("quantization='int8' on a GPU needs Triton: pip install triton.")
         from minibatch.model.triton_int8 import quantize_int8

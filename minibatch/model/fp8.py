@@ -9,6 +9,8 @@ activations (a token) gets one on the fly, so a token never depends on its neigh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -72,11 +74,18 @@ def quantize_fp8(model: LlamaForCausalLM) -> None:
     replace_linears(model, Fp8Linear)
 
 
-def replace_linears(model: LlamaForCausalLM, kind: type[nn.Module]) -> None:
-    """Make every linear layer of the transformer's layers one of ``kind``."""
-    with torch.inference_mode():
+def replace_linears(
+    model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module]
+) -> None:
+    """Put ``make(linear)`` in the place of every linear layer of the transformer's layers."""
+    with torch.no_grad():
         for layer in model.layers:
             for owner in (layer.attention, layer.mlp):
-                for name, child in list(owner.named_children()):
-                    if isinstance(child, nn.Linear):
-                        setattr(owner, name, kind(child))
+                linears = {
+                    name: child
+                    for name, child in owner.named_children()
+                    if isinstance(child, nn.Linear)
+                }
+                assert len(linears) == 2, "these layers are not plain any more"
+                for name, linear in linears.items():
+                    setattr(owner, name, make(linear))

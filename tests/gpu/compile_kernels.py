@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from minibatch.model import triton_int8, triton_layers
 from minibatch.model import triton_kernels as kernels
 
 LLAMA_2 = {"BLOCK_SIZE": 16, "KV_HEADS": 32, "G": 1, "D": 128, "BLOCK_D": 128}
@@ -61,6 +62,27 @@ def variants(arch: int) -> Iterator[tuple[str, tuple[Any, dict[str, str], dict[s
         }  # fmt: skip
         constants = {"WIDTH": 4096, "D": 128, "BLOCK": 4096, "LIMIT": limit}
         yield name, (kernels._store_kv, store, constants, 4)
+    norm = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "normed": "*bf16", "eps": "fp32"}
+    yield "add, norm", (triton_layers._add_rms_norm, norm, {"H": 4096, "BLOCK": 4096}, 8)
+    turn = {
+        "qkv": "*bf16", "positions": "*i32", "slots": "*i64", "cos": "*fp32", "sin": "*fp32",
+        "q": "*bf16", "keys": f"*{fp8}", "values": f"*{fp8}", "key_scale": "*fp32",
+        "value_scale": "*fp32",
+    }  # fmt: skip
+    heads = {"HQ": 32, "HKV": 32, "D": 128, "HEADS": 8, "BLOCK": 64, "LIMIT": 448.0}
+    yield "rotate, store in 8 bits", (triton_layers._rotate_and_store, turn, heads, 4)
+    silu = {"gate_up": "*bf16", "out": "*bf16"}
+    yield "silu, times", (triton_layers._silu_times, silu, {"I": 11008, "BLOCK": 1024}, 4)
+    matrix = {
+        "x": "*bf16", "weight": "*i8", "scale": "*fp32", "out": "*bf16", "M": "i32", "N": "i32",
+        "K": "i32", "x_stride": "i32",
+    }  # fmt: skip
+    for name, sizes, warps in (
+        ("int8 weights, few rows", (16, 32, 256), 4),
+        ("int8 weights, many rows", (128, 128, 64), 8),
+    ):
+        blocks = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), sizes, strict=True))
+        yield name, (triton_int8._int8_linear, matrix, blocks, warps)
 
 
 def compile_one(
@@ -72,7 +94,7 @@ def compile_one(
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name.endswith("stride")
+        if kind.startswith("*") or name.endswith("stride") or (kind == "i32" and name in "NK")
     }
     source = ASTSource(kernel, signature, {**constants, **absent}, aligned)
     compiled = triton.compile(

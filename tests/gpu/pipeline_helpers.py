@@ -132,16 +132,21 @@ def pipelined_engine(
     model: LlamaForCausalLM,
     config: SchedulerConfig,
     make_graph: Callable[[], Graph] | None = TapeGraph,
+    *,
+    backend: AttentionBackend | None = None,
+    cache: type[KVCache] = SwappingCache,
+    forward: Callable[..., Tensor] | None = None,
     **settings: Any,
 ) -> PipelinedEngine:
-    model.backend = StaticShapeAttention()
+    model.backend = backend or StaticShapeAttention()
     runner = CudaModelRunner(
         model,
-        make_cache(SwappingCache, model, config),
+        make_cache(cache, model, config),
         config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_tokens=config.max_num_batched_tokens,
         make_graph=make_graph,
+        forward=forward,
     )
     return PipelinedEngine(config, runner, **settings)
 

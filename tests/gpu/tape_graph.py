@@ -56,3 +56,22 @@ class TapeGraph:
 
 def _tensors(result: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class RepeatedCall:
+    """A graph that calls the captured function again: for kernels, which are no torch operations."""
+
+    def __init__(self) -> None:
+        self._again: Callable[[], None] = lambda: None
+
+    def capture(self, run: Callable[[], Tensor]) -> Tensor:
+        result = run()
+
+        def again() -> None:
+            result.copy_(run())
+
+        self._again = again
+        return result
+
+    def replay(self) -> None:
+        self._again()

@@ -10,8 +10,9 @@ import pytest
 from nbformat import NotebookNode
 
 from lessons import check
-from lessons.build import WIDGET_VIEW, bake, write
+from lessons.build import bake, write
 from lessons.text import METADATA, from_text, to_text
+from widgets.bake import VIEW
 
 
 @pytest.fixture
@@ -24,8 +25,8 @@ def lesson() -> NotebookNode:
     notebook = nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
     for count, cell in enumerate(code_cells(notebook), 1):
         cell.execution_count = count
-    first = next(code_cells(notebook))
-    first.outputs = [nbformat.v4.new_output("stream", text="12 iterations and 21\n")]
+    for cell in code_cells(notebook):
+        cell.outputs = [nbformat.v4.new_output("stream", text="12 iterations and 21\n")]
     return notebook
 
 
@@ -45,6 +46,13 @@ def test_a_sound_lesson_has_no_problems(lesson: NotebookNode, tmp_path: Path) ->
 
 def plant_number(lesson: NotebookNode) -> None:
     lesson.cells[1].source += " That is 1.75x faster."
+
+
+def plant_far_number(lesson: NotebookNode) -> None:
+    """Printed under Predict, told under Compare."""
+    by_heading = {cell.source.split("\n")[0]: n for n, cell in enumerate(lesson.cells)}
+    lesson.cells[by_heading["## Predict"] + 1].outputs[0].text += "33\n"
+    lesson.cells[by_heading["## Compare"]].source += " It takes 33."
 
 
 def plant_words(lesson: NotebookNode) -> None:
@@ -108,6 +116,7 @@ def plant_unexecuted(lesson: NotebookNode) -> None:
     ("plant", "told"),
     [
         (plant_number, "1.75 is printed by no cell"),
+        (plant_far_number, "33 is printed by no cell near it"),
         (plant_words, "words, at most 60"),
         (plant_lines, "26 lines, at most 25"),
         (plant_cells, "cells, at most 45"),
@@ -154,8 +163,8 @@ def test_numbers_of_rendered_cards_are_no_evidence(lesson: NotebookNode, tmp_pat
 
 
 def test_baking_drops_what_changes_and_keeps_what_is_seen() -> None:
-    cell = nbformat.v4.new_code_cell("x", metadata={"tags": ["stub"], "execution": {"a": 1}})
-    data = {WIDGET_VIEW: {}, "text/plain": "widget", "text/html": "<b>seen</b>"}
+    cell = nbformat.v4.new_code_cell("x", metadata={"tags": ["stub"], "execution": {"a": "1"}})
+    data = {VIEW: {}, "text/plain": "widget", "text/html": "<b>seen</b>"}
     cell.outputs = [nbformat.v4.new_output("display_data", data)]
     notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}, "papermill": 1})
     baked = bake(notebook)

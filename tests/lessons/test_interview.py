@@ -7,9 +7,9 @@ import re
 import nbformat
 import pytest
 
-from lessons import interview as cards
+from lessons import cards
 from lessons.build import FOLDER, lesson_paths
-from lessons.interview import LANGUAGES, PARTS, interview, load, names_in
+from lessons.cards import LANGUAGES, PARTS, interview, load, names_in
 
 LESSONS = [path for path in lesson_paths() if path.parent == FOLDER]
 

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 
 from lessons.build import FOLDER, ROOT, lesson_paths
+from lessons.cards import FOLDER as QUESTIONS
 from lessons.check import interview_problems, problems
-from lessons.interview import FOLDER as QUESTIONS
 
 PATHS = lesson_paths()
 LESSONS = [path for path in PATHS if path.parent == FOLDER]

@@ -22,8 +22,13 @@ from widgets.assets import page_js
 
 CHROMIUM = os.environ.get("MINIBATCH_CHROMIUM") or shutil.which("chromium")
 ARTEFACTS = Path(os.environ.get("MINIBATCH_ARTEFACTS", "/tmp/minibatch-screens"))
-LAUNCH = ("--no-sandbox", "--disable-dev-shm-usage", "--js-flags=--expose-gc",
-          "--enable-precise-memory-info", "--disable-background-timer-throttling")  # fmt: skip
+LAUNCH = (
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--js-flags=--expose-gc",
+    "--enable-precise-memory-info",
+    "--disable-background-timer-throttling",
+)
 
 SHIM = """
 window.minibatch = { render, Trace };

@@ -1,6 +1,6 @@
 """The small runs that tests and the gallery show, all of them simulated, so always the same.
 
-    python -m tests.widgets.demo_traces        writes them to data/traces/demo_*.jsonl.gz
+python -m tests.widgets.demo_traces        writes them to data/traces/demo_*.jsonl.gz
 """
 
 from __future__ import annotations

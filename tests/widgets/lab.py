@@ -22,6 +22,14 @@ SETTINGS = {
         "checkForUpdates": False,
     },
 }
+FOLDERS = (
+    "JUPYTER_CONFIG_DIR",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "JUPYTERLAB_SETTINGS_DIR",
+    "JUPYTERLAB_WORKSPACES_DIR",
+    "IPYTHONDIR",
+)
 READY = """async (name) => {
   const app = window.jupyterapp;
   await app.commands.execute("docmanager:open", { path: name, factory: "Notebook" });
@@ -50,8 +58,7 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JUPYTERLAB_SETTINGS_DIR": ""}
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR",
-                     "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR"):  # fmt: skip
+        for name in FOLDERS:
             path = folder / name.lower()
             path.mkdir()
             environment[name] = str(path)
@@ -62,13 +69,22 @@ class Lab:
         self.log = (folder / "lab.log").open("w")
         self.server = subprocess.Popen(
             [
-                sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root",
-                f"--ServerApp.port={self.port}", "--ServerApp.port_retries=0",
-                f"--ServerApp.root_dir={self.notebooks}", "--IdentityProvider.token=",
-                "--LabApp.expose_app_in_browser=True", "--ServerApp.open_browser=False",
+                sys.executable,
+                "-m",
+                "jupyterlab",
+                "--no-browser",
+                "--allow-root",
+                f"--ServerApp.port={self.port}",
+                "--ServerApp.port_retries=0",
+                f"--ServerApp.root_dir={self.notebooks}",
+                "--IdentityProvider.token=",
+                "--LabApp.expose_app_in_browser=True",
+                "--ServerApp.open_browser=False",
             ],
-            env=environment, stdout=self.log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            env=environment,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
 
     @property
     def url(self) -> str:
@@ -104,8 +120,10 @@ class Lab:
     def write(self, name: str, cells: list[str]) -> Path:
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
         book.metadata["kernelspec"] = {
-            "name": "python3", "display_name": "Python 3", "language": "python",
-        }  # fmt: skip
+            "name": "python3",
+            "display_name": "Python 3",
+            "language": "python",
+        }
         path = self.notebooks / name
         nbformat.write(book, path)
         return path
@@ -130,7 +148,8 @@ class LabPage:
             self.page.evaluate(f"async () => {{ await {command}; }}")
         else:
             self.page.evaluate(
-                f"() => {{ window.ranAll = false; {command}.then(() => {{ window.ranAll = true; }}); }}"
+                "() => { window.ranAll = false; "
+                f"{command}.then(() => {{ window.ranAll = true; }}); }}"
             )
 
     def run_cell(self, index: int) -> None:
@@ -169,7 +188,8 @@ class LabPage:
         )
 
     def save(self) -> Path:
-        self.page.evaluate("async () => { await window.jupyterapp.commands.execute('docmanager:save'); }")
+        command = "window.jupyterapp.commands.execute('docmanager:save')"
+        self.page.evaluate(f"async () => {{ await {command}; }}")
         return self.lab.notebooks / self.name
 
     def close_notebook(self) -> None:

@@ -13,8 +13,8 @@ from widgets.columns import MOST_WAITING, STEP_COLUMNS, ColumnWriter, describe, 
 from widgets.names import Names
 from widgets.view import view
 
-# Of the packed bytes of the "prefix" run. A change here is a change of format: raise SCHEMA.
-GOLDEN = "1528acc3db38fac7"
+# Of the columns of the "prefix" run. A change here is a change of format: raise SCHEMA.
+GOLDEN = "9118da9ca3f683cc"
 
 
 def whole(name: str) -> tuple[dict, dict[str, np.ndarray]]:
@@ -89,5 +89,8 @@ def test_the_format_is_the_golden_one() -> None:
     writer = ColumnWriter(trace.meta, Names([trace]))
     for record in trace:
         writer.add(record)
-    digest = hashlib.sha256(writer.take()).hexdigest()
-    assert digest.startswith(GOLDEN), f"the packed bytes changed: {digest[:16]}"
+    _, columns = unpack(writer.take())
+    digest = hashlib.sha256()
+    for key, values in columns.items():
+        digest.update(f"{key} {values.dtype.str}".encode() + values.tobytes())
+    assert digest.hexdigest().startswith(GOLDEN), digest.hexdigest()[:16]

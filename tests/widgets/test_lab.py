@@ -1,4 +1,4 @@
-"""The pictures in a real JupyterLab, driven by a script. Smoke tests: the bare page has the rest."""
+"""The pictures in a real JupyterLab, driven by a script. The bare page has most of the tests."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ def test_dark_theme_is_followed(lab: LabPage) -> None:
     try:
         page.evaluate(f"async () => {{ await {command % 'JupyterLab Dark'}; }}")
         page.wait_for_selector('.mb-root[data-theme="dark"]')
+        page.wait_for_selector("#jupyterlab-splash", state="detached")
         shot(lab, "lab-dark")
         colours = page.evaluate(
             "() => { const s = getComputedStyle(document.querySelector('.mb-root'));"
@@ -142,7 +143,7 @@ def test_a_live_run_starts_pauses_steps_and_stops(lab: LabPage) -> None:
     page.click('[data-live="step"]')
     page.wait_for_selector(f'.mb-root[data-have="{paused + 1}"]')
     page.click('[data-live="add"]')
-    page.click(".mb-chip[data-phase='decode']")
+    page.click(".mb-chip[data-phase='decode'], .mb-chip[data-phase='sits_out']")
     who = page.text_content('[data-live="preempt"]')
     assert who.startswith("Preempt ") and len(who) > len("Preempt ")
     page.click('[data-live="preempt"]')

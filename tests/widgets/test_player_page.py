@@ -121,8 +121,10 @@ def test_buttons_keys_slider_and_jumps(stage: Any, demos: dict[str, Trace]) -> N
     assert trace[stage.step].admitted
     stage.press("f")
     assert trace[stage.step].finished
-    stage.run("() => { const s = document.querySelector('.mb-slider'); s.value = 7;"
-              " s.dispatchEvent(new Event('input', {bubbles: true})); }")  # fmt: skip
+    stage.run(
+        "() => { const s = document.querySelector('.mb-slider'); s.value = 7;"
+        " s.dispatchEvent(new Event('input', {bubbles: true})); }"
+    )
     assert at() == 7
     stage.page.focus(".mb-slider")
     stage.page.keyboard.press("ArrowRight")
@@ -137,9 +139,7 @@ def test_swaps_can_be_jumped_to(stage: Any, demos: dict[str, Trace]) -> None:
     assert demos["swap"][stage.step].swapped_in
 
 
-def test_it_plays_only_when_asked_and_stops_at_the_end(
-    stage: Any, demos: dict[str, Trace]
-) -> None:
+def test_it_plays_only_when_asked_and_stops_at_the_end(stage: Any, demos: dict[str, Trace]) -> None:
     show(stage, demos["prefix"])
     stage.page.wait_for_timeout(700)
     assert stage.step == 0  # no autoplay
@@ -149,9 +149,7 @@ def test_it_plays_only_when_asked_and_stops_at_the_end(
     stage.page.wait_for_selector('[data-control="play"][aria-label="Play"]')
 
 
-def test_following_a_request_tells_why_it_does_not_run(
-    stage: Any, demos: dict[str, Trace]
-) -> None:
+def test_following_a_request_tells_why_it_does_not_run(stage: Any, demos: dict[str, Trace]) -> None:
     trace = demos["continuous"]
     show(stage, trace)
     stage.page.click(".mb-chip:text-is('F')")
@@ -208,8 +206,12 @@ def test_chips_never_overlap_and_the_rest_is_counted(stage: Any) -> None:
         assert len(boxes) > 10
         for i, (left, top, right, bottom) in enumerate(boxes):
             for other in boxes[i + 1 :]:
-                apart = (right <= other[0] + 0.5 or other[2] <= left + 0.5
-                         or bottom <= other[1] + 0.5 or other[3] <= top + 0.5)  # fmt: skip
+                apart = (
+                    right <= other[0] + 0.5
+                    or other[2] <= left + 0.5
+                    or bottom <= other[1] + 0.5
+                    or other[3] <= top + 0.5
+                )
                 assert apart
         shown = len(stage.page.query_selector_all(".mb-chip"))
         assert shown < 90
@@ -234,8 +236,10 @@ def test_compared_runs_share_a_slider(stage: Any, demos: dict[str, Trace]) -> No
     stage.press(*["n"] * 9)
 
     def steps() -> list[int]:
-        return [int(node.get_attribute("data-step"))
-                for node in stage.page.query_selector_all(".mb-series")]  # fmt: skip
+        return [
+            int(node.get_attribute("data-step"))
+            for node in stage.page.query_selector_all(".mb-series")
+        ]
 
     assert steps() == [9, 9, 9, 9]
     stage.press("Home", "e")
@@ -259,8 +263,10 @@ def test_compared_runs_share_a_slider(stage: Any, demos: dict[str, Trace]) -> No
 def test_compared_runs_can_be_aligned_on_time(stage: Any, demos: dict[str, Trace]) -> None:
     show(stage, demos["static"], demos["continuous"], axis="ms")
     stage.press(*["n"] * 12)
-    ticks = stage.run("() => { const p = document.querySelector('.mb-root').player;"
-                      " return [p.ticks[p.position], p.series.map((s) => s.t)]; }")  # fmt: skip
+    ticks = stage.run(
+        "() => { const p = document.querySelector('.mb-root').player;"
+        " return [p.ticks[p.position], p.series.map((s) => s.t)]; }"
+    )
     now, found = ticks
     for name, t in zip(("static", "continuous"), found, strict=True):
         trace = demos[name]
@@ -282,8 +288,9 @@ def test_screens_in_both_themes(
     stage.press("p")
     stage.page.wait_for_timeout(250)
     assert stage.page.get_attribute(".mb-root", "data-theme") == scheme
-    background = stage.run("() => getComputedStyle(document.querySelector('.mb-root'))"
-                           ".backgroundColor")  # fmt: skip
+    background = stage.run(
+        "() => getComputedStyle(document.querySelector('.mb-root')).backgroundColor"
+    )
     assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)")
     stage.shot(f"{name}-{scheme}")
 
@@ -323,9 +330,7 @@ def test_every_text_has_contrast_in_both_themes(stage: Any, demos: dict[str, Tra
         assert stage.run(script) == []
 
 
-def test_screen_readers_are_told_the_sentence_at_rest(
-    stage: Any, demos: dict[str, Trace]
-) -> None:
+def test_screen_readers_are_told_the_sentence_at_rest(stage: Any, demos: dict[str, Trace]) -> None:
     trace = demos["continuous"]
     show(stage, trace)
     stage.press("e")
@@ -343,16 +348,19 @@ def test_less_motion_where_it_is_asked_for(stage: Any, demos: dict[str, Trace]) 
     stage.page.emulate_media(reduced_motion="reduce")
     show(stage, demos["continuous"])
     stage.press("e")
-    moving = stage.run("() => getComputedStyle(document.querySelector('.mb-chip'))"
-                       ".transitionDuration")  # fmt: skip
+    moving = stage.run(
+        "() => getComputedStyle(document.querySelector('.mb-chip')).transitionDuration"
+    )
     assert moving in ("0s", "")
 
 
 def test_keys_stay_in_the_player(stage: Any, demos: dict[str, Trace]) -> None:
     show(stage, demos["continuous"])
     assert stage.page.get_attribute(".mb-root", "data-lm-suppress-shortcuts") == "true"
-    stage.run("() => { window.leaked = []; document.addEventListener('keydown',"
-              " (e) => leaked.push(e.key)); }")  # fmt: skip
+    stage.run(
+        "() => { window.leaked = []; document.addEventListener('keydown',"
+        " (e) => leaked.push(e.key)); }"
+    )
     stage.press("n", "a", "e", " ", " ", "Home", "End")
     assert stage.run("() => leaked") == []
     stage.press("Tab")

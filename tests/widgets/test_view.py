@@ -36,9 +36,7 @@ def test_views_agree_with_their_records(name: str, demos: dict[str, Trace]) -> N
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_request_is_in_one_place_and_has_a_reason(
-    name: str, demos: dict[str, Trace]
-) -> None:
+def test_every_request_is_in_one_place_and_has_a_reason(name: str, demos: dict[str, Trace]) -> None:
     trace = demos[name]
     for t, record in enumerate(trace):
         shown = view(trace, t)
@@ -115,9 +113,18 @@ def test_shared_and_cached_blocks_are_told_apart() -> None:
 
 def test_a_request_that_can_never_run_is_drawn_as_refused() -> None:
     specs = [RequestSpec("big", 0.0, 40, 4), RequestSpec("ok", 0.0, 4, 2)]
-    trace = simulate(specs, "a100-80gb", "llama-2-7b", "continuous",
-                     {**demo_traces.SMALL, "num_gpu_blocks": 4, "max_model_len": 64,
-                      "max_num_batched_tokens": 64})  # fmt: skip
+    trace = simulate(
+        specs,
+        "a100-80gb",
+        "llama-2-7b",
+        "continuous",
+        {
+            **demo_traces.SMALL,
+            "num_gpu_blocks": 4,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 64,
+        },
+    )
     told = view(trace, 0)
     assert told.refused == ("big",)
     assert "big is refused" in told.sentence or "#1 is refused" in told.sentence

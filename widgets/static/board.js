@@ -207,6 +207,7 @@ class Board {
       const reason = HELD_REASONS[trace.get("held_reason", t)];
       if (["no_blocks", "watermark", "no_token_budget"].includes(reason)) {
         numbers = [trace.get("held_needed", t), trace.get("held_available", t), trace.label(held)];
+        if (reason === "no_blocks") text = ""; // the numbers say it
       }
     } else if (trace.entries("move", t).some(({ target }) => PLACES[target] === "running")) {
       [state, title] = ["open", words.say("door.open")];

@@ -70,11 +70,11 @@ class Series {
 
   numberRow(parent) {
     const { words } = this.player;
-    const list = element("dl", { class: "mb-numbers" });
+    const list = element("div", { class: "mb-numbers" });
     const nodes = {};
     for (const name of ["time", "ttft", "tpot", "generated", "finished", "waiting", "preemptions", "idle", "useful_share"]) {
-      nodes[name] = element("dd", { "data-number": name });
-      list.append(element("div", {}, element("dt", { text: words.say(`number.${name}`) }), nodes[name]));
+      nodes[name] = element("b", { "data-number": name });
+      list.append(element("span", {}, words.say(`number.${name}`) + " ", nodes[name]));
     }
     parent.append(list);
     return nodes;
