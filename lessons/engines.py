@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minibatch.clock import VirtualClock
 from minibatch.cost_model import CostModel
@@ -16,6 +16,9 @@ from minibatch.scheduler import Scheduler
 from minibatch.simulate import Recipe, Simulation, scheduler_config
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec, as_workload
+
+if TYPE_CHECKING:
+    from minibatch.llm import LLM
 
 
 def cost_model() -> CostModel:
@@ -53,3 +56,23 @@ def run_with(
     simulation.engine.scheduler = scheduler(config)
     simulation.engine.trace.meta.policy = scheduler.__name__
     return simulation.finish()
+
+
+def chat_prompts(llm: LLM, questions: Iterable[str]) -> list[dict[str, Any]]:
+    """Questions as a chat model wants them: in its own template, as token ids."""
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    conversations = [[{"role": "user", "content": question}] for question in questions]
+    return [{"prompt_token_ids": tokenizer.apply_chat_template(c)} for c in conversations]
+
+
+def so_far(llm: LLM, ids: Iterable[str], width: int = 60) -> None:
+    """Print what each request has said by now, a line each."""
+    for name in ids:
+        text = llm.engine.output(name).outputs[0].text.replace("\n", " ")
+        print(f"{name}: {text[:width]}")
+
+
+def only(trace: Trace, first: int = 0) -> Trace:
+    """A copy of a trace from a step on: the engine may go on meanwhile."""
+    return Trace(trace.meta, list(trace.steps[first:]))

@@ -16,7 +16,7 @@ import re
 import nbformat
 from nbformat import NotebookNode
 
-MARK = re.compile(r"^--- (markdown|code) ([a-z0-9-]+)(?: \[([^\]]*)\])?$", re.MULTILINE)
+MARK = re.compile(r"^--- (markdown|code) ([a-z0-9_-]+)(?: \[([^\]]*)\])?$", re.MULTILINE)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

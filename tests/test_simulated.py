@@ -294,7 +294,7 @@ def test_half_of_a_recorded_run_predicts_the_other_half(path: Path, split: str) 
     known, unknown = parts[split]
     fitted = fit(known, base())
     errors = report(unknown, fitted)
-    assert errors.median < 0.15
+    assert errors.median < 0.11  # below 0.15 is what a simulator must reach to be believed
     assert abs(errors.total) < 0.15
     assert report(unknown, base()).median > 2 * errors.median  # fitting is what did it
     text = errors.describe()
@@ -337,17 +337,21 @@ def test_known_constants_are_found_again(
     assert fitted.compute_efficiency == pytest.approx(compute, rel=0.1)
 
 
-def test_a_disturbed_step_does_not_pull_the_fit() -> None:
-    trace = simulate(generate(20, 100, uniform(5, 60)), knobs={"max_num_seqs": 8})
+def test_disturbed_steps_do_not_pull_the_fit() -> None:
+    """Every eighth step takes 20 times as long as it should; the others are predicted well."""
+    truth = CostModel(
+        preset("llama-2-7b"), hardware("a100-80gb"), step_overhead_s=0.0, row_overhead_s=2e-4
+    )
+    workload = generate(40, lognormal(200, 0.8, high=900), uniform(5, 60))
+    trace = simulate(workload, cost_model=truth, policy="unified", knobs={"max_num_seqs": 16})
     steps = [
-        dataclasses.replace(step, duration_s=step.duration_s * (20 if index % 25 == 3 else 1))
-        for index, step in enumerate(trace)
+        dataclasses.replace(step, duration_s=step.duration_s * (20 if step.step % 8 == 3 else 1))
+        for step in trace
     ]
-    fitted = fit(steps, CostModel(preset("llama-2-7b"), hardware("a100-80gb")))
-    errors = report(steps, fitted)
-    assert errors.median < 0.05
-    worst = errors.worst(1)[0]
-    assert worst.step % 25 == 3 and worst.relative < -0.9
+    fitted = fit(steps, CostModel(truth.model, truth.hardware))
+    assert report(trace, fitted).percentile(90) < 0.03
+    worst = report(steps, fitted).worst(1)[0]
+    assert worst.step % 8 == 3 and worst.relative < -0.9
 
 
 def test_too_few_steps_cannot_calibrate() -> None:
@@ -422,8 +426,9 @@ def test_any_fork_keeps_the_past_and_serves_everybody(
 ) -> None:
     workload = generate(12, uniform(5, 60), uniform(5, 60), gamma(60, 0.5), seed=step)
     base_knobs = {
-        "num_gpu_blocks": 60,
+        "num_gpu_blocks": 36,
         "num_cpu_blocks": 20,
+        "preemption_mode": "swap",
         "block_size": 8,
         "max_model_len": 128,
         "max_num_seqs": 6,
@@ -446,6 +451,24 @@ def test_any_fork_keeps_the_past_and_serves_everybody(
         for request_id, blocks in record.blocks_allocated.items():
             held[request_id] = held.get(request_id, 0) + len(blocks)
     assert set(held.values()) == {0}
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_swapped_requests_are_computed_again_after_a_fork(original: Trace, policy: str) -> None:
+    """Their KV lies in a CPU pool that the new scheduler does not have."""
+    swapping = fork(original, 0, preemption_mode="swap")
+    step = next(record.step for record in swapping if record.swapped) + 1
+    away = swapping[step - 1].swapped
+    forked = fork(swapping, step, policy=policy, num_cpu_blocks=0)
+    assert forked[step].swapped == () and forked[step].cpu_blocks_freed.keys() >= set(away)
+    assert measure(forked).num_finished == 24
+    again = {
+        admission.request_id
+        for record in forked.steps[step:]
+        for admission in record.admitted
+        if admission.how == "recomputed"
+    }
+    assert again >= set(away)
 
 
 def test_a_fork_of_a_fork_keeps_both_changes(original: Trace) -> None:

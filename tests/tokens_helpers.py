@@ -167,6 +167,7 @@ def drive(
     was interrupted and will be taken up again).
     """
     records: list[StepRecord] = []
+    attempts = 0
     unborn = sorted(jobs, key=lambda job: job.arrives)
     while unborn or engine.has_unfinished:
         while unborn and unborn[0].arrives <= len(records):
@@ -174,12 +175,13 @@ def drive(
             engine.add_request(job.request_id, list(job.prompt), job.params)
         if before_step is not None:
             before_step(len(records))
+        attempts += 1
+        assert attempts < 1000, "it does not end"
         try:
             records.append(engine.step())
         except KeyboardInterrupt:
             if when_interrupted is not None:
                 when_interrupted(len(records))
-        assert len(records) < 1000, "it does not end"
     return records
 
 

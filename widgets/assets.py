@@ -37,9 +37,10 @@ def source(name: str) -> str:
 
 
 @cache
-def player_js() -> str:
+def player_js(lang: str | None = None) -> str:
     """All of the player, ending before any export."""
-    head = f"const PALETTE = {_json(for_browser())};\nconst WORDS = {_json(WORDS)};\n"
+    words = WORDS if lang is None else {lang: WORDS[lang]}
+    head = f"const PALETTE = {_json(for_browser())};\nconst WORDS = {_json(words)};\n"
     return head + "\n".join(source(f"{name}.js") for name in PLAYER)
 
 
@@ -55,11 +56,15 @@ def player_css() -> str:
 
 
 @cache
-def page_js() -> str:
-    """What a page without a kernel runs: the same player, and a model of data in the page."""
+def page_js(lang: str | None = None) -> str:
+    """What a page without a kernel runs: the same player, and a model of data in the page.
+
+    Args:
+        lang: leave the other languages out; None: all are in.
+    """
     style = f"const STYLE = {_json(player_css())};\n"
     ending = "\naddStyle();\nstart();\nwindow.minibatch = { start };\n"
-    return style + player_js() + "\n" + source("page.js") + ending
+    return style + player_js(lang) + "\n" + source("page.js") + ending
 
 
 @cache

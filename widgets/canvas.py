@@ -274,12 +274,14 @@ class PixelCanvas(Canvas):
             x -= self.measure(text, size) * (0.5 if anchor == "middle" else 1)
         unit = size * _GRID * self.scale
         pen = x * self.scale
-        base = y * self.scale - 6 * unit
+        base = round(y * self.scale) - 6 * unit
         weight = max(1.2, size * self.scale * (0.115 if bold else 0.085))
         segments = []
         for character in text:
+            # On whole pixels, so that a letter looks the same wherever it stands (and packs well).
+            left = round(pen) + 0.5
             for line in glyph(character)[0]:
-                points = [(pen + px * unit, base + py * unit) for px, py in line]
+                points = [(left + px * unit, base + py * unit) for px, py in line]
                 segments += pairwise(points)
             pen += _advance(character) * unit
         self._segments(segments, weight, fill)

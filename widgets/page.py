@@ -60,7 +60,7 @@ def snippet(state: dict[str, Any], picture: bytes, alt: str, *, script: bool | N
         "</div>",
     ]
     if script:
-        packed = gzip.compress(shorten(page_js()).encode(), 9, mtime=0)
+        packed = gzip.compress(shorten(page_js(state["lang"])).encode(), 9, mtime=0)
         parts.append(f"<script>{_LOADER % base64.b64encode(packed).decode()}</script>")
     else:
         parts.append("<script>window.minibatch && window.minibatch.start();</script>")
@@ -76,7 +76,7 @@ def forget_script() -> None:
 def whole_page(state: dict[str, Any], title: str, alt: str) -> str:
     """A page of its own: works from a disk, without a network or a kernel."""
     holder = f'<div data-minibatch="1" aria-label="{escape(alt, quote=True)}">{_data(state)}</div>'
-    script = page_js().replace("</script", "<\\/script")
+    script = page_js(state["lang"]).replace("</script", "<\\/script")
     return _PAGE.format(lang=state["lang"], title=escape(title), body=holder, script=script)
 
 

@@ -102,7 +102,7 @@ def contrast(one: str, other: str) -> float:
 
 def ink_on(fill: str) -> str:
     """Black or white, whichever reads better."""
-    dark, light = "#1B1F24", "#FFFFFF"
+    dark, light = "#000000", "#FFFFFF"
     return dark if contrast(fill, dark) >= contrast(fill, light) else light
 
 

@@ -85,7 +85,7 @@ class Picture:
         return told if len(told) <= LONGEST_ALT else told[: LONGEST_ALT - 2] + " …"
 
     def png(self) -> bytes:
-        return static.png(*self.traces, axis=self.axis)
+        return static.png(*self.traces, axis=self.axis, scale=1)
 
     def svg(self, theme: str = "light") -> str:
         return static.film_strip_svg(

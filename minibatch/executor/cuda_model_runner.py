@@ -1,6 +1,6 @@
 """The runner of GPUs: a step is launched, not awaited.
 
-    pack -> one copy in -> [graph: embed ... logits] -> sample -> one copy out
+    pack -> one copy in -> [graph: embed ... norm] -> logits -> sample -> one copy out
 
 Everything between the two copies happens on the device, in order, on one stream. The sampled ids
 stay there too: the next step may be launched before the host has seen them (``pipelined``).
@@ -133,6 +133,10 @@ class CudaModelRunner(ModelRunner):
         capacity = StepInputs.size(max_num_tokens, max_num_seqs, most_updates)
         self._copy_in = CopyIn(capacity, device)
         self._sampled = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        # Where every graph leaves its result, so that they need not keep one each.
+        self._decoded = torch.zeros(
+            max_num_seqs, model.config.hidden_size, dtype=model.dtype, device=device
+        )
         pinned = device.type == "cuda"
         self._host_ids = [
             torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=pinned) for _ in range(TURNS)
@@ -178,7 +182,7 @@ class CudaModelRunner(ModelRunner):
         self._module.synchronize()
         if self._graphs is not None:
             self._graphs.close()
-        held = [self._block_tables.tensor, self._sampled, *self._host_ids, *self._copy_in.tensors()]
+        held = [*tensors_of(self), *self._copy_in.tensors(), self._block_tables.tensor]
         held += tensors_of(self.kv_cache)
         if self._owns_model and self.model is not None:
             held += [*self.model.parameters(), *self.model.buffers()]
@@ -283,19 +287,18 @@ class CudaModelRunner(ModelRunner):
         inputs = self._inputs(packed)
         if packed.graph_size is not None:
             assert self._graphs is not None
-            logits = self._graphs.replay(packed.graph_size)  # a row of logits for each row
-            return logits[:count] if count == len(packed.rows) else logits[inputs.due[:count]]
-        seq_lens = [row.start + max(row.num_tokens, 1) for row in packed.rows]
-        hidden = self._hidden(inputs, packed.query_lens, seq_lens)  # [T, H]
-        return self.model.compute_logits(hidden[inputs.due[:count]])
+            hidden = self._graphs.replay(packed.graph_size)  # [padded rows, H]
+        else:
+            seq_lens = [row.start + max(row.num_tokens, 1) for row in packed.rows]
+            hidden = self._hidden(inputs, packed.query_lens, seq_lens)  # [T, H]
+        return self.model.compute_logits(hidden.index_select(0, inputs.due[:count]))
 
     def _padded_decode(self, size: int) -> Tensor:
-        """What a graph of ``size`` rows captures: from token ids to logits, ``[size, V]``."""
-        assert self.model is not None
+        """What a graph of ``size`` rows captures: token ids to hidden states, ``[size, H]``."""
         inputs = StepInputs.over(self._copy_in.device_buffer, size, size)
         # The host's copy of the lengths is frozen into the graph, so it says what is possible.
         longest = [self.max_blocks * self.block_size] * size
-        return self.model.compute_logits(self._hidden(inputs, [1] * size, longest))
+        return self._decoded[:size].copy_(self._hidden(inputs, [1] * size, longest))
 
     def _clear_inputs(self, size: int) -> None:
         """A step of ``size`` rows that are all padding, for the run before the capture."""

@@ -62,8 +62,8 @@ def make_fp8_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCac
         from minibatch.model.triton_attention import TritonFp8KVCache
 
         packed = TritonFp8KVCache
-    else:
-        model.backend = UnpackingAttention()
+    elif not isinstance(model.backend, UnpackingAttention):
+        model.backend = UnpackingAttention(model.backend)
     with _explained(config):
         return packed(
             model.config,

@@ -19,7 +19,7 @@ from minibatch.model.llama import LlamaForCausalLM
 
 GIB = 2**30
 DEFAULT_CPU_POOL_BYTES = GIB
-GRAPH_BYTES = GIB // 2  # for captured decode steps; vLLM 0.6 needed 0.32 GiB for 35 sizes of an 8B
+GRAPH_BYTES = GIB // 2  # for captured decode steps (vLLM's PR 11005 tells of 0.32 GiB for an 8B)
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -9,6 +9,7 @@ number of tokens and rows, which is what a CUDA graph needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -43,7 +44,7 @@ class StepInputs(Generic[Array]):
         """Lay the arrays out in ``buffer``. Updates come last: a graph need not know how many."""
         sizes = [tokens] * 3 + [rows + 1] + [rows] * 4 + [rows * NUM_KNOBS, rows] + [updates] * 2
         bounds = np.cumsum([0, *sizes]).tolist()
-        parts = [buffer[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+        parts = [buffer[start:end] for start, end in pairwise(bounds)]
         float32 = np.float32 if isinstance(buffer, np.ndarray) else torch.float32
         parts[8] = parts[8].view(float32).reshape(rows, NUM_KNOBS)
         return cls(*parts)

@@ -87,8 +87,9 @@ class _Plan:
 class PagedReferenceAttention(AttentionBackend):
     """Gather the blocks, then torch's ``scaled_dot_product_attention``. Runs on any device.
 
-    The reference for every other backend. It pays for its plainness by copying what it reads. Several query heads share a KV head by being *rows* of one query
-    matrix, so K and V are never repeated.
+    The reference for every other backend. It pays for its plainness by copying what it reads.
+    Several query heads share a KV head by being *rows* of one query matrix, so K and V are never
+    repeated.
     """
 
     def prepare(self, meta: AttentionMetadata, kv_cache: KVCache, dtype: torch.dtype) -> None:

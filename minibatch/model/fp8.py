@@ -74,9 +74,7 @@ def quantize_fp8(model: LlamaForCausalLM) -> None:
     replace_linears(model, Fp8Linear)
 
 
-def replace_linears(
-    model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module]
-) -> None:
+def replace_linears(model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module]) -> None:
     """Put ``make(linear)`` in the place of every linear layer of the transformer's layers."""
     with torch.no_grad():
         for layer in model.layers:

@@ -102,7 +102,8 @@ class UnpackingAttention(AttentionBackend):
     """Attention over 8-bit blocks where no kernel reads them: unpack, then the plain backend.
 
     The reference for the kernels that do, and the CPU's way. One layer's worth of unpacked blocks
-    is kept beside the cache, so on a CPU this saves memory only.
+    is kept beside the cache, so on a CPU this saves memory only. Plain caches are left to the
+    plain backend.
     """
 
     def __init__(self, inner: AttentionBackend | None = None) -> None:
@@ -110,7 +111,9 @@ class UnpackingAttention(AttentionBackend):
         self._unpacked: KVCache | None = None
 
     def prepare(self, meta: AttentionMetadata, kv_cache: KVCache, dtype: torch.dtype) -> None:
-        assert isinstance(kv_cache, Fp8KVCache)
+        if not isinstance(kv_cache, Fp8KVCache):
+            self.inner.prepare(meta, kv_cache, dtype)
+            return
         one = self._unpacked
         if one is None or (one.num_blocks, one.dtype) != (kv_cache.num_blocks, dtype):
             one_layer = replace(kv_cache.config, num_layers=1)
@@ -124,11 +127,15 @@ class UnpackingAttention(AttentionBackend):
         self.inner.prepare(meta, one, dtype)
 
     def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
-        assert isinstance(kv_cache, Fp8KVCache) and self._unpacked is not None
+        if not isinstance(kv_cache, Fp8KVCache):
+            return self.inner.forward(q, kv_cache, layer, meta)
+        assert self._unpacked is not None
         one, (key_scale, value_scale) = self._unpacked, kv_cache.scales(layer)
         blocks = _blocks_in_use(meta, kv_cache.block_size)
         one.keys[0][blocks] = unpack(_take(kv_cache.keys[layer], blocks), key_scale, one.dtype)
-        one.values[0][blocks] = unpack(_take(kv_cache.values[layer], blocks), value_scale, one.dtype)
+        one.values[0][blocks] = unpack(
+            _take(kv_cache.values[layer], blocks), value_scale, one.dtype
+        )
         return self.inner.forward(q, one, 0, meta)
 
 

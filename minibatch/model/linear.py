@@ -71,6 +71,6 @@ def head_of(model: LlamaForCausalLM) -> nn.Linear:
     if model.lm_head is not None:
         return model.lm_head
     with torch.device("meta"):
-        head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+        head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False, dtype=model.dtype)
     head.weight = model.embed_tokens.weight
     return head

@@ -15,6 +15,8 @@ from minibatch.model.config import ModelConfig
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.rotary import RotaryEmbedding, rotate
 
+MLP_ROWS = 1024  # tokens that the widest layer takes at a time on a CPU: bounds its memory
+
 
 class LlamaForCausalLM(nn.Module):
     """Llama with fused projections, reading and writing a paged KV cache.
@@ -42,7 +44,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.max_model_len = config.context_length if max_model_len is None else max_model_len
-        self.backend = backend or default_backend(device)
+        self.backend = backend or default_backend(config, device)
         with torch.device("meta"):  # shapes only: nothing is allocated, nothing drawn
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(
@@ -195,8 +197,10 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=bias, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cpu and len(x) > MLP_ROWS:
+            return torch.cat([self(rows) for rows in x.split(MLP_ROWS)])
         gate, up = self.gate_up_proj(x).split(self.sizes, dim=-1)  # [T, inner] each
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
 class RMSNorm(nn.Module):

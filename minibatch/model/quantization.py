@@ -34,8 +34,9 @@ class Int8Linear(nn.Module):
             y += self.bias
         return y.to(x.dtype)
 
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [N, K]`` to int8 ``[N, K]`` and float32 scales ``[N, 1]``, their product being about x."""
+    """``x [N, K]`` to int8 ``[N, K]`` and float32 scales ``[N, 1]`` of about that product."""
     scale = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
     scale = scale.clamp_(min=1e-30).div_(127)  # a row of zeros stays one
     return (x / scale).round_().to(torch.int8), scale

@@ -5,6 +5,8 @@ bytes, which is what a decode step spends its time on, and become 16-bit numbers
 their way into the matrix unit. Works on any GPU that Triton knows. Import it only where Triton is.
 """
 
+# ruff: noqa: ANN001, ANN202 - a kernel has no types: Triton compiles it for those it is given
+
 from __future__ import annotations
 
 import torch

@@ -15,6 +15,8 @@
   (flash decoding). Each leaves its (m, d, a), and ``_merge`` combines them by the same rule.
 """
 
+# ruff: noqa: ANN001, ANN202 - a kernel has no types: Triton compiles it for those it is given
+
 from __future__ import annotations
 
 import os

@@ -10,6 +10,8 @@ do the same in one pass each:
     silu(gate) * up                                inside the MLP
 """
 
+# ruff: noqa: ANN001, ANN202 - a kernel has no types: Triton compiles it for those it is given
+
 from __future__ import annotations
 
 import torch

@@ -62,7 +62,13 @@ def variants(arch: int) -> Iterator[tuple[str, tuple[Any, dict[str, str], dict[s
         }  # fmt: skip
         constants = {"WIDTH": 4096, "D": 128, "BLOCK": 4096, "LIMIT": limit}
         yield name, (kernels._store_kv, store, constants, 4)
-    norm = {"hidden": "*bf16", "delta": "*bf16", "weight": "*bf16", "normed": "*bf16", "eps": "fp32"}
+    norm = {
+        "hidden": "*bf16",
+        "delta": "*bf16",
+        "weight": "*bf16",
+        "normed": "*bf16",
+        "eps": "fp32",
+    }
     yield "add, norm", (triton_layers._add_rms_norm, norm, {"H": 4096, "BLOCK": 4096}, 8)
     turn = {
         "qkv": "*bf16", "positions": "*i32", "slots": "*i64", "cos": "*fp32", "sin": "*fp32",

@@ -18,12 +18,12 @@ from minibatch.executor.cuda_graphs import Graph
 from minibatch.executor.cuda_model_runner import CudaModelRunner
 from minibatch.executor.launch import PENDING, Launched
 from minibatch.executor.model_runner import ModelRunner
-from minibatch.model.swap_stream import StreamedSwaps
 from minibatch.model.attention import AttentionBackend, AttentionMetadata, PagedReferenceAttention
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import random_model
 from minibatch.model.presets import PRESETS
+from minibatch.model.swap_stream import StreamedSwaps
 from minibatch.pipelined import PipelinedEngine
 from minibatch.record import StepRecord
 from minibatch.sampling_params import SamplingParams

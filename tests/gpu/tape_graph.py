@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,9 +22,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.tape = tape
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if any(word in name for word in FORBIDDEN):
             raise RuntimeError(f"{name} cannot be captured")
@@ -59,7 +56,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class RepeatedCall:
-    """A graph that calls the captured function again: for kernels, which are no torch operations."""
+    """A graph that calls the captured function again: a tape does not see Triton's kernels."""
 
     def __init__(self) -> None:
         self._again: Callable[[], None] = lambda: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -208,7 +209,5 @@ def test_records_tile_the_time_line() -> None:
     config = small_config("continuous")
     ahead = PipelinedEngine(config, FakeLauncher(), clock=clock)
     records = drive(ahead, random_arrivals(8))
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in pairwise(records):
         assert after.start_s >= before.end_s
-
-

@@ -29,7 +29,7 @@ def backend(heads: tuple[int, int], splits: int = 1) -> TritonAttention:
 def test_decodes_of_unequal_length(
     heads: tuple[int, int], splits: int, device: torch.device
 ) -> None:
-    """A token, a block less one, a block, a block and one, several tiles; more splits than tiles."""
+    """A token, blocks full, nearly full and just begun, several tiles; more splits than tiles."""
     case = make_case(heads, [1, 15, 16, 17, 130], [1] * 5, device=device)
     torch.testing.assert_close(
         attend(backend(heads, splits), case), case.expected, atol=1e-5, rtol=1e-4
@@ -65,9 +65,7 @@ def test_half_precision(dtype: torch.dtype, head_dim: int, device: torch.device)
 @pytest.mark.parametrize("number", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_eight_bit_cache(number: torch.dtype, device: torch.device) -> None:
     """Scales of each head, keys and values; the only error left is that of the arithmetic."""
-    case = make_case(
-        (4, 2), [40, 21], [1, 6], dtype=torch.float16, device=device, number=number
-    )
+    case = make_case((4, 2), [40, 21], [1, 6], dtype=torch.float16, device=device, number=number)
     out = attend(backend((4, 2), splits=2), case)
     torch.testing.assert_close(out, case.expected, atol=4e-3, rtol=1e-2)
     plain = attend(UnpackingAttention(), case)

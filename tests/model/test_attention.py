@@ -1,20 +1,23 @@
-"""The plain backend against attention written out for one query at a time."""
+"""The plain backend and the CPU's against attention written out for one query at a time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from minibatch.model.attention import AttentionMetadata, PagedReferenceAttention
+from minibatch.model.attention import AttentionBackend, AttentionMetadata, PagedReferenceAttention
 from minibatch.model.config import ModelConfig
 from minibatch.model.kv_cache import KVCache
+from minibatch.model.paged_cpu_attention import PagedCPUAttention, split_by_length
 
 BLOCK_SIZE = 4
 HEAD_DIM = 8
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # K and V of one sequence, [length, kv_heads, HEAD_DIM]
+Attend = Callable[[KVCache, AttentionMetadata, torch.Tensor], torch.Tensor]
 
 
 def build(
@@ -77,8 +80,22 @@ def by_hand(
     return torch.stack(rows)
 
 
-def attend(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
-    backend = PagedReferenceAttention()
+@pytest.fixture(params=["reference", "cpu"])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """One layer's attention, by either backend."""
+
+    def run(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
+        cpu = request.param == "cpu"
+        return run_backend(
+            PagedCPUAttention(q.shape[1]) if cpu else PagedReferenceAttention(), cache, meta, q
+        )
+
+    return run
+
+
+def run_backend(
+    backend: AttentionBackend, cache: KVCache, meta: AttentionMetadata, q: torch.Tensor
+) -> torch.Tensor:
     with torch.inference_mode():
         backend.prepare(meta, cache, q.dtype)
         return backend.forward(q, cache, 0, meta)
@@ -95,7 +112,7 @@ def attend(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Te
     ],
 )
 def test_against_attention_by_hand(
-    heads: int, kv_heads: int, lengths: list[int], query_lens: list[int]
+    attend: Attend, heads: int, kv_heads: int, lengths: list[int], query_lens: list[int]
 ) -> None:
     """Unwritten slots hold NaN throughout: one leak and the comparison fails."""
     cache, meta, stored, q = build(heads, kv_heads, lengths, query_lens, padding=3)
@@ -106,7 +123,7 @@ def test_against_attention_by_hand(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(attend: Attend, dtype: torch.dtype) -> None:
     lengths, query_lens = [6, 17, 4, 12], [1, 1, 4, 5]
     cache, meta, stored, q = build(4, 2, lengths, query_lens, dtype=dtype)
     out = attend(cache, meta, q)
@@ -115,7 +132,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0.02)
 
 
-def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero() -> None:
+def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero(attend: Attend) -> None:
     """Sequences of length 0, with nothing in their tables, beside real ones."""
     lengths, query_lens = [5, 0, 9, 0], [1, 1, 1, 1]
     cache, meta, stored, q = build(4, 2, lengths, query_lens)
@@ -126,7 +143,7 @@ def test_rows_that_pad_a_batch_to_a_fixed_size_give_zero() -> None:
     assert not out[[1, 3]].any()
 
 
-def test_a_step_of_padding_only() -> None:
+def test_a_step_of_padding_only(attend: Attend) -> None:
     cache, meta, _, q = build(4, 2, [3], [1], padding=2)
     meta.query_lens, meta.seq_lens_host, meta.num_decodes = [], [], 0
     assert not attend(cache, meta, q).any()

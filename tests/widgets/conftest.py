@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,12 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
+def in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    """Run a coroutine in a thread of its own: playwright's loop runs in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(make())).result()
+
+
 class Outside:
     """Requests that would leave the machine: blocked and noted."""
 
@@ -105,7 +113,7 @@ class Stage:
         for entry in plain["series"]:
             entry["data"] = base64.b64encode(entry["data"]).decode()
         self.page.evaluate("(text) => mount(JSON.parse(text))", json.dumps(plain))
-        self.page.wait_for_selector('.mb-root[data-ready="1"]')
+        self.page.locator('.mb-root[data-ready="1"]').wait_for()  # keeps no handle of the node
         self.settle()
 
     def settle(self) -> None:

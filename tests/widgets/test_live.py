@@ -11,6 +11,7 @@ from typing import Any
 import demo_traces
 import numpy as np
 import pytest
+from conftest import in_a_loop
 
 from minibatch.config import SchedulerConfig
 from minibatch.engine import Engine
@@ -273,10 +274,10 @@ def test_a_cell_can_wait_for_the_end() -> None:
     async def cell() -> int:
         return len(await run.done())
 
-    assert asyncio.run(cell()) == 28
+    assert in_a_loop(cell) == 28
     assert run.state == "done"
     assert repr(run) == "<Live continuous: 28 steps, done>"
-    assert asyncio.run(cell()) == 28  # it has ended: at once
+    assert in_a_loop(cell) == 28  # it has ended: at once
     run.close()
 
 
@@ -289,7 +290,7 @@ def test_an_interrupted_cell_pauses_the_engine() -> None:
         await asyncio.wait_for(run.done(), 0.2)
 
     with pytest.raises(TimeoutError):
-        asyncio.run(cell())
+        in_a_loop(cell)
     assert run.wait(5) and run.state == "paused"
     steps = len(run.trace)
     time.sleep(0.1)
@@ -302,14 +303,14 @@ def test_the_cell_raises_what_the_engine_raised() -> None:
 
     run = widgets.live(engine(FakeExecutor(breaks_at=2)))
     with pytest.raises(RuntimeError, match="the device is gone"):
-        asyncio.run(run.done())
+        in_a_loop(run.done)
     run.close()
 
 
 def test_a_page_that_comes_late_gets_everything() -> None:
     import widgets
 
-    run = widgets.live(demo_traces.simulation("swap"))
+    run = widgets.live(demo_traces.simulation("continuous", preemption_mode="swap"))
     sent: list[tuple[dict, list[bytes]]] = []
     run.start()
     assert run.wait(10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 import demo_traces
 import pytest
+from conftest import in_a_loop
 
 import widgets
 from widgets import bake, page
@@ -102,7 +102,7 @@ def test_it_works_inside_a_running_loop() -> None:
         player.close()
         return text
 
-    assert asyncio.run(cell()).startswith("static | it 0")
+    assert in_a_loop(cell).startswith("static | it 0")
 
 
 # -- leaks ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Charts {
         const n = series.trace.n;
         onSeek(Math.min(n - 1, Math.floor((event.offsetX / sheet.width) * n)));
       });
-      return { name, value, more, sheet, paint, picture: document.createElement("canvas") };
+      return { name, value, more, sheet, paint };
     });
     parent.append(this.root);
   }
@@ -42,22 +42,15 @@ class Charts {
       setText(part.value, numbers[part.name]);
       setText(part.more, more[part.name]);
       const { sheet } = part;
-      const resized = sheet.fit();
-      const key = `${trace.n}/${paint.theme}/${sheet.width}`;
-      if (resized || part.key !== key) {
+      sheet.fit();
+      const key = `${trace.n}/${paint.theme}/${sheet.width}/${sheet.scale}`;
+      if (part.key !== key) {
         part.key = key;
-        part.picture.width = sheet.canvas.width;
-        part.picture.height = sheet.canvas.height;
-        const pen = part.picture.getContext("2d");
-        pen.setTransform(sheet.scale, 0, 0, sheet.scale, 0, 0);
-        pen.fillStyle = paint.colours.panel;
-        pen.fillRect(0, 0, sheet.width, sheet.height);
+        const pen = sheet.clear(paint.colours.panel);
         if (trace.n) part.paint(paint, { pen, w: sheet.width, h: sheet.height, n: trace.n });
-      }
-      const context = sheet.clear(paint.colours.panel);
-      context.setTransform(1, 0, 0, 1, 0, 0);
-      context.drawImage(part.picture, 0, 0);
-      context.setTransform(sheet.scale, 0, 0, sheet.scale, 0, 0);
+        sheet.keep();
+      } else sheet.restore();
+      const { context } = sheet;
       const x = ((t + 0.5) / Math.max(1, trace.n)) * sheet.width;
       line(context, x, 0, x, sheet.height, paint.colours.cursor, 1.5);
     }

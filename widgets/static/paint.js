@@ -127,6 +127,22 @@ class Sheet {
     return true;
   }
 
+  /** Remember what is painted now... */
+  keep() {
+    this.kept ??= document.createElement("canvas");
+    this.kept.width = this.canvas.width;
+    this.kept.height = this.canvas.height;
+    this.kept.getContext("2d").drawImage(this.canvas, 0, 0);
+  }
+
+  /** ...and bring it back. */
+  restore() {
+    const { context, scale } = this;
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    context.drawImage(this.kept, 0, 0);
+    context.setTransform(scale, 0, 0, scale, 0, 0);
+  }
+
   /** An empty sheet to paint on. */
   clear(colour) {
     const { context, scale } = this;

@@ -28,34 +28,35 @@ class Timeline {
     this.span = [0, 0];
   }
 
-  /** Where steps lie: [x(t) for the left edge, first and last step in sight]. */
+  /** Where steps lie: x(t) is the left edge of step t; `span` the steps in sight. A run that is
+   * too long for its cells is shown page by page, so that the picture rests while we step. */
   scale(t, axis) {
     const { trace } = this.series;
     const room = this.sheet.width - GUTTER - 10;
     const n = Math.max(1, trace.n, this.common?.n ?? 0); // compared runs share one scale
-    if (axis === "ms") return this.timeScale(t, room, n);
     const fits = room / n >= SMALLEST_FITTING_CELL;
     const cell = fits ? Math.min(34, room / n) : CELL;
     const shown = Math.floor(room / cell);
-    const from = fits ? 0 : Math.max(0, Math.min(t - Math.floor(shown * 0.7), n - shown));
+    const stride = Math.max(1, Math.floor(shown * 0.75));
+    const page = Math.floor(t / stride) * stride - Math.floor(shown * 0.1);
+    const from = fits ? 0 : Math.max(0, Math.min(page, n - shown));
+    if (axis === "ms") return this.timeScale(from, room, fits ? n : shown, n);
     this.span = [Math.min(from, trace.n), Math.min(trace.n, from + shown + 1)];
     this.x = (step) => GUTTER + (step - from) * cell;
   }
 
-  timeScale(t, room, n) {
+  /** As many milliseconds in sight as `shown` steps take on average. */
+  timeScale(from, room, shown, n) {
     const { trace } = this.series;
-    const total = Math.max(trace.endOf(trace.n - 1), this.common?.time ?? 0);
-    const fits = room / n >= SMALLEST_FITTING_CELL;
-    const shown = fits ? total : (total * room) / (CELL * n);
-    const now = trace.startOf(t);
-    const from = fits ? 0 : Math.max(0, Math.min(now - shown * 0.7, total - shown));
+    const last = trace.n - 1;
+    const total = Math.max(trace.endOf(last), this.common?.time ?? 0);
+    const begin = trace.startOf(Math.min(from, last));
+    const length = (total * shown) / n || 1;
     const starts = trace.columns.start_s.data.subarray(0, trace.n);
-    const origin = starts[0];
-    const first = lowerBound(starts, from + origin) - 1;
-    const last = lowerBound(starts, from + shown + origin);
-    this.span = [Math.max(0, first), Math.min(trace.n, last + 1)];
-    const edge = (step) => (step < trace.n ? trace.startOf(step) : trace.endOf(trace.n - 1));
-    this.x = (step) => GUTTER + ((edge(step) - from) / (shown || 1)) * room;
+    const end = lowerBound(starts, begin + length + starts[0]);
+    this.span = [Math.min(from, last), Math.min(trace.n, end + 1)];
+    const edge = (step) => (step <= last ? trace.startOf(step) : trace.endOf(last));
+    this.x = (step) => GUTTER + ((edge(step) - begin) / length) * room;
   }
 
   laneY(slot) {
@@ -63,36 +64,55 @@ class Timeline {
   }
 
   draw(t, paint, { axis = "iterations", followed = null, ended = false, common = null } = {}) {
-    this.common = common;
     const { sheet, series } = this;
     const { trace } = series;
+    this.common = common;
     if (trace.lanes > this.lanes) this.lanes = trace.lanes;
     this.row = this.lanesHeight / this.lanes;
     sheet.fit();
-    const context = sheet.clear(paint.colours.bg);
-    if (!trace.n) return;
+    if (!trace.n) {
+      sheet.clear(paint.colours.bg);
+      return;
+    }
     this.scale(t, axis);
-    const [from, to] = this.span;
-    const right = sheet.width;
+    const key = [trace.n, ...this.span, axis, followed, paint.theme, sheet.width, sheet.scale,
+      common?.n, common?.time].join();
+    if (this.key !== key) {
+      this.key = key;
+      this.drawRun(sheet.clear(paint.colours.bg), paint, axis, followed);
+      this.drawGutter(sheet.context, paint);
+      sheet.keep();
+    } else sheet.restore();
+    const { context } = sheet;
+    this.inSight(context, () => this.drawPresent(context, paint, t, ended));
+  }
+
+  inSight(context, act) {
     context.save();
     context.beginPath();
-    context.rect(GUTTER - 6, 0, right - GUTTER + 6, sheet.height);
+    context.rect(GUTTER - 6, 0, this.sheet.width - GUTTER + 6, this.sheet.height);
     context.clip();
-    const end = Math.min(right, this.x(trace.n));
-    for (let slot = 0; slot < this.lanes; slot++) {
-      context.fillStyle = paint.colours.panel;
-      const gap = this.row >= 6 ? 1 : 0;
-      context.fillRect(GUTTER, this.laneY(slot) + gap, end - GUTTER, this.row - 2 * gap);
-    }
-    this.drawBubbles(context, paint, from, to);
-    this.drawStays(context, paint, from, to, followed);
-    this.drawQueue(context, paint, "waiting", from, to, followed);
-    this.drawQueue(context, paint, "swapped", from, to, followed);
-    this.drawEvictions(context, paint, from, to);
-    this.drawFuture(context, paint, t, end, ended);
-    this.drawRuler(context, paint, from, to, axis);
+    act();
     context.restore();
-    this.drawGutter(context, paint);
+  }
+
+  /** All that does not depend on where we are. */
+  drawRun(context, paint, axis, followed) {
+    const [from, to] = this.span;
+    this.inSight(context, () => {
+      const end = Math.min(this.sheet.width, this.x(this.series.trace.n));
+      const gap = this.row >= 6 ? 1 : 0;
+      context.fillStyle = paint.colours.panel;
+      for (let slot = 0; slot < this.lanes; slot++) {
+        context.fillRect(GUTTER, this.laneY(slot) + gap, end - GUTTER, this.row - 2 * gap);
+      }
+      this.drawBubbles(context, paint, from, to);
+      this.drawStays(context, paint, from, to, followed);
+      this.drawQueue(context, paint, "waiting", from, to, followed);
+      this.drawQueue(context, paint, "swapped", from, to, followed);
+      this.drawEvictions(context, paint, from, to);
+      this.drawRuler(context, paint, from, to, axis);
+    });
   }
 
   drawBubbles(context, paint, from, to) {
@@ -216,18 +236,18 @@ class Timeline {
   }
 
   /** What is still to come is pale; the present step stands in a frame. */
-  drawFuture(context, paint, t, end, ended) {
+  drawPresent(context, paint, t, ended) {
+    if (ended) return;
     const [x, next] = [this.x(t), this.x(t + 1)];
-    if (!ended) {
-      context.globalAlpha = 0.62;
-      context.fillStyle = paint.colours.bg;
-      context.fillRect(next, 0, Math.max(0, end - next + 1), this.bottom + 1);
-      context.globalAlpha = 1;
-      context.strokeStyle = paint.colours.cursor;
-      context.lineWidth = 2;
-      context.strokeRect(x, 3, Math.max(3, next - x), this.bottom - 2);
-      context.lineWidth = 1;
-    }
+    const end = Math.min(this.sheet.width, this.x(this.series.trace.n));
+    context.globalAlpha = 0.62;
+    context.fillStyle = paint.colours.bg;
+    context.fillRect(next, 0, Math.max(0, end - next + 1), this.bottom + 1);
+    context.globalAlpha = 1;
+    context.strokeStyle = paint.colours.cursor;
+    context.lineWidth = 2;
+    context.strokeRect(x, 3, Math.max(3, next - x), this.bottom - 2);
+    context.lineWidth = 1;
   }
 
   drawRuler(context, paint, from, to, axis) {

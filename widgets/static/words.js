@@ -1,8 +1,8 @@
-// Texts of the page. WORDS (every language) stands at the top of the bundle.
+// Texts of the page. WORDS (by language) stands at the top of the bundle.
 
 class Words {
   constructor(lang) {
-    this.table = WORDS[lang] ?? WORDS.en;
+    this.table = WORDS[lang] ?? Object.values(WORDS)[0];
   }
 
   /** The text of a key, its {names} replaced. */

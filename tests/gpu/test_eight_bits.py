@@ -62,7 +62,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_quantized_rows_use_the_whole_range() -> None:
-    rows, scale = quantize_rows(torch.randn(4, 64))
+    rows, _ = quantize_rows(torch.randn(4, 64))
     assert rows.float().abs().amax(dim=-1).tolist() == [448.0] * 4
     zero, _ = quantize_rows(torch.zeros(1, 16))
     assert not zero.float().any()
@@ -148,9 +148,7 @@ def test_fp8_blocks_move_as_bytes() -> None:
 # -- int8 weights on a GPU ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inner"), [(1, 33, 40), (19, 32, 300), (40, 130, 64)]
-)
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 33, 40), (19, 32, 300), (40, 130, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_linear(
     rows: int, outputs: int, inner: int, dtype: torch.dtype, device: torch.device
