@@ -126,7 +126,7 @@ def summary(times: list[float]) -> str:
 
 def measure_encoding(trace: Trace) -> None:
     begin = time.perf_counter()
-    state = Picture([trace]).state()
+    state = Picture([trace]).state
     report("trace -> packed and squeezed", f"{time.perf_counter() - begin:.2f} s")
     report("packed size", f"{len(state['series'][0]['data']) / 1024:.0f} KB")
     writer = ColumnWriter(trace.meta, Names([trace]))
@@ -162,7 +162,7 @@ def as_json(state: dict[str, Any]) -> str:
 
 
 def measure_page(page: Any, trace: Trace) -> None:
-    text = as_json(Picture([trace]).state())
+    text = as_json(Picture([trace]).state)
     took = page.evaluate("(text) => mountState(text)", text)
     report("first picture, from render() on", f"{took:.0f} ms", "< 1000 ms")
     draws = page.evaluate(DRAW_TIMES, 200)

@@ -55,11 +55,25 @@ def bake(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         tags = cell.metadata.get("tags", [])
         cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if "outputs" in cell:
+            cell.outputs = _joined(cell.outputs)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "data:image/png" in data.get("text/html", ""):  # it stands in there already
                 data.pop("image/png", None)
     return notebook
+
+
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Pieces of one stream put together: where it was cut is chance."""
+    whole: list[NotebookNode] = []
+    for output in outputs:
+        last = whole[-1] if whole else {}
+        if output.output_type == "stream" and last.get("name") == output.name:
+            last["text"] += output.text
+        else:
+            whole.append(output)
+    return whole
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

@@ -51,7 +51,7 @@ NUMBER = re.compile(r"(?<![\w.\-/#])(\d[\d,]*(?:\.\d+)?)(?=x\b|%|\b)(?![\-]?[A-W
 NAMES = re.compile(
     r"\[[^\]]*\]\([^)]*\)"  # links
     r"|vLLM\s+0\.\d+(?:\.\d+)?|\b0\.26(?:\.0)?\b|\b0\.6\.0\b"  # versions
-    r"|\b[01]\d\b(?=[\s_,.:)]|$)(?<=\b0\d)"  # lessons
+    r"|\b[01]\d\b(?=[\s_,.:)'’]|$)(?<=\b0\d)"  # lessons
     r"|\b(?:19|20)\d\d\b"  # years
 )
 

@@ -76,3 +76,27 @@ def so_far(llm: LLM, ids: Iterable[str], width: int = 60) -> None:
 def only(trace: Trace, first: int = 0) -> Trace:
     """A copy of a trace from a step on: the engine may go on meanwhile."""
     return Trace(trace.meta, list(trace.steps[first:]))
+
+
+class FlopMeter:
+    """Counts what really goes through a model's matrices: two FLOPs for each number of a matrix
+    and each token that it sees. Attention's dot products and the output layer are left out.
+
+    Args:
+        engine: one with a real model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.flops = 0
+        layers = engine.executor.model.layers  # type: ignore[attr-defined]
+        for module in layers.modules():
+            if type(module).__name__.endswith("Linear"):
+                module.register_forward_hook(self._count)
+
+    def _count(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self.flops += 2 * inputs[0].numel() * output.shape[-1]
+
+    def take(self) -> int:
+        """What was counted since the last call."""
+        flops, self.flops = self.flops, 0
+        return flops

@@ -61,9 +61,9 @@ WRONG_TURNS: tuple[tuple[Callable[[Trace], float], str], ...] = (
         "upside down: that is passes a token.",
     ),
     (
-        lambda trace: mean(len(step.running) for step in trace),
-        "that is how many requests run. In static batching some of them are done already; count "
-        "tokens.",
+        lambda trace: mean(len(step.scheduled) for step in trace),
+        "that is how many rows go through the model. In static batching some of them are padding; "
+        "count tokens.",
     ),
 )
 

@@ -143,11 +143,7 @@ def capacity(
 FIT_TURNS: tuple[tuple[Callable[[Case], int], str], ...] = (
     (
         lambda case: capacity(case, both=1),
-        "twice too many: each token stores a key *and* a value.",
-    ),
-    (
-        lambda case: capacity(case, bytes_a_number=1),
-        "twice too many: fp16 takes two bytes a number.",
+        "twice too many: each token stores a key *and* a value, of two bytes a number in fp16.",
     ),
     (
         lambda case: capacity(case, bytes_a_number=4),

@@ -32,6 +32,7 @@ def build_site(out: Path) -> int:
     source = out.parent / f"{out.name}-source"
     gather(source)
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    command += ["-d", str(source / ".doctrees")]
     status = subprocess.run([*command, str(source), str(out)], check=False).returncode
     print(f"{out}/index.html" if status == 0 else f"sphinx ended with {status}")
     return status

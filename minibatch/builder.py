@@ -19,6 +19,7 @@ from minibatch.executor.gpu import (
     make_runner,
     quantize,
 )
+from minibatch.executor.host_memory import keep_freed_memory
 from minibatch.executor.memory import (
     bytes_per_block,
     explained_oom,
@@ -30,6 +31,7 @@ from minibatch.executor.model_runner import ModelRunner
 from minibatch.executor.release import empty_storages
 from minibatch.model.config import ModelConfig
 from minibatch.model.hub import resolve
+from minibatch.model.linear import can_pack, pack_linears
 from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_config, load_model, random_model
 from minibatch.model.presets import PRESETS
@@ -68,7 +70,12 @@ def build_engine(config: EngineConfig) -> Engine:
         else:
             model = load_model(path, dtype=dtype, device=device, max_model_len=longest)
     try:
-        quantize(model, config.quantization)
+        if device.type == "cpu":
+            keep_freed_memory()
+        if config.quantization is not None:
+            quantize(model, config.quantization)
+        elif can_pack(dtype, device):
+            pack_linears(model)
         return engine_for(model, config, tokenizer, owns_model=True)
     except BaseException:  # the traceback holds the model; its memory is wanted back all the same
         empty_storages([*model.parameters(), *model.buffers()])

@@ -22,7 +22,8 @@ from minibatch.engine import Engine
 from minibatch.errors import ConfigError, RequestTooLargeError
 from minibatch.executor.simulated import SimulatedExecutor
 from minibatch.fork import take_over
-from minibatch.hardware import Hardware, hardware
+from minibatch.hardware import Hardware
+from minibatch.hardware import hardware as chip_named
 from minibatch.model.config import ModelConfig
 from minibatch.model.presets import PRESETS, preset
 from minibatch.record import StepRecord
@@ -100,7 +101,7 @@ def collector_paused() -> Iterator[None]:
 @collector_paused()
 def simulate(
     requests: Workload | Iterable[RequestSpec],
-    hardware_: str | Hardware = "a100-80gb",
+    hardware: str | Hardware = "a100-80gb",
     model: str | ModelConfig = "llama-2-7b",
     policy: str = "continuous",
     knobs: Mapping[str, Any] | None = None,
@@ -114,7 +115,7 @@ def simulate(
 
     Args:
         requests: what comes, and when.
-        hardware_: the chip, or its name.
+        hardware: the chip, or its name.
         model: the shape, or its name.
         policy: ``static``, ``dynamic``, ``continuous`` or ``unified``.
         knobs: of ``SchedulerConfig``, and ``gpu_memory_utilization``, ``activation_bytes``,
@@ -128,7 +129,7 @@ def simulate(
     Raises:
         ConfigError: knobs that cannot work, or a model that does not fit.
     """
-    cost_model = cost_model or CostModel(as_model(model), hardware(hardware_))
+    cost_model = cost_model or CostModel(as_model(model), chip_named(hardware))
     config = scheduler_config(policy, cost_model, knobs)
     recipe = Recipe(as_workload(requests), cost_model, ((0, config),))
     simulation = Simulation(recipe, trace_path=trace_path, keep_records=keep_records)

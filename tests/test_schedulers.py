@@ -442,6 +442,20 @@ def test_unified_stops_at_max_model_len(budget: int) -> None:
     assert steps == ([[3], [2], [1], [1]] if budget == 3 else [[5], [1], [1]])
 
 
+def test_unified_computes_nothing_past_max_model_len_even_if_nobody_stops_it() -> None:
+    scheduler = make_scheduler(make_config(policy="unified", max_model_len=8))
+    request = Request("A", [1] * 5, SamplingParams(max_tokens=100))
+    scheduler.add(request)
+    steps = []
+    for _ in range(6):
+        output = scheduler.schedule()
+        steps.append([row.num_tokens for row in output.scheduled])
+        scheduler.update(output, {row.request.request_id: 7 for row in output.scheduled},
+                         lambda request: None)  # fmt: skip
+    assert steps == [[5], [1], [1], [], [], []]
+    assert request.num_tokens == 8 and request.num_computed_tokens == 7
+
+
 def test_unified_hits_what_an_earlier_row_of_the_same_step_computes() -> None:
     engine = make_engine(policy="unified", enable_prefix_caching=True)
     auditor = Auditor(engine)

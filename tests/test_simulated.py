@@ -235,7 +235,7 @@ def test_knobs_that_cannot_work(knobs: dict[str, Any], message: str) -> None:
 
 
 def test_compare_serves_the_same_to_all() -> None:
-    traces = compare(generate(6, 20, uniform(2, 30)), model="smollm2-135m", hardware_="l4")
+    traces = compare(generate(6, 20, uniform(2, 30)), model="smollm2-135m", hardware="l4")
     assert list(traces) == list(POLICY_NAMES)
     tokens = {policy: trace.summary["num_generated_tokens"] for policy, trace in traces.items()}
     assert len(set(tokens.values())) == 1

@@ -446,14 +446,16 @@ def test_three_samples_say_the_same(
 @pytest.mark.parametrize("caching", [False, True], ids=["plain", "cached"])
 @pytest.mark.parametrize("variant", PREEMPTING)
 def test_samples_evicted_at_every_step(gqa: TinyModel, variant: str, caching: bool) -> None:
-    """The leader alone, one of the others, and the whole family with its neighbours."""
+    """A neighbour alone (whose block may be the target of a copy), the leader alone, one of the
+    others, and all together.
+    """
     jobs = family_jobs(9)
     knobs = PREEMPTING[variant] | {"enable_prefix_caching": caching, "max_num_seqs": 5}
     undisturbed = drive(make_engine(gqa, **knobs), jobs)
     evicted: set[str] = set()
     for step in range(1, len(undisturbed)):
         running = running_before(undisturbed, step)
-        for victims in [("s#0",), ("s#2",), tuple(running)]:
+        for victims in [("a",), ("s#0",), ("s#2",), tuple(running)]:
             if not set(victims) <= set(running):
                 continue
             engine = make_engine(gqa, **knobs)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minibatch.errors import ConfigError, MinibatchError
-from minibatch.metrics import measure
+from minibatch.metrics import MetricsCollector, measure
 from minibatch.simulate import simulate
 from minibatch.workload import (
     RequestSpec,
@@ -272,8 +272,9 @@ def test_the_azure_files_replay_in_full(name: str, policy: str) -> None:
     if name == "conv":
         workload = workload.scaled(tokens=1 / 16)
     knobs = {"max_model_len": 16_384, "num_gpu_blocks": 20_000, "max_num_batched_tokens": 16_384}
-    trace = simulate(workload, "h100", "llama-3-8b", policy, knobs)
-    run = measure(trace)
+    collector = MetricsCollector(128, 20_000, 16)
+    simulate(workload, "h100", "llama-3-8b", policy, knobs, on_step=collector.add, keep_records=1)
+    run = collector.result()
     assert run.num_finished == len(workload)
     assert run.num_input_tokens == sum(r.prompt_len for r in workload)
     assert run.num_output_tokens == sum(r.output_len for r in workload)

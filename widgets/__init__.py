@@ -31,6 +31,9 @@ _HOMES = {
     "flashcards": "widgets.learn",
     "Question": "widgets.learn",
     "Card": "widgets.learn",
+    "Chart": "widgets.charts",
+    "tokens_over_time": "widgets.charts",
+    "latency_cdf": "widgets.charts",
     "timeline_svg": "widgets.static",
     "film_strip_svg": "widgets.static",
     "png": "widgets.static",
@@ -40,6 +43,7 @@ _HOMES = {
 
 __all__ = [
     "Card",
+    "Chart",
     "Live",
     "Player",
     "Question",
@@ -49,16 +53,19 @@ __all__ = [
     "data_table",
     "film_strip_svg",
     "flashcards",
+    "latency_cdf",
     "live",
     "play",
     "png",
     "predict",
     "quiz",
     "timeline_svg",
+    "tokens_over_time",
     "view",
 ]
 
 if TYPE_CHECKING:
+    from widgets.charts import Chart, latency_cdf, tokens_over_time
     from widgets.learn import Card, Question, flashcards, predict, quiz
     from widgets.live_widget import Live, live
     from widgets.player import compare, play

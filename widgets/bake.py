@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -84,7 +85,9 @@ def run(path: Path, timeout: int = 120) -> dict[str, Any]:
     client = NotebookClient(
         notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}}
     )
-    client.execute()
+    here = str(Path(__file__).resolve().parents[1])  # also where the package is not installed
+    search = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    client.execute(env={**os.environ, "PYTHONPATH": search})
     return clean(notebook)
 
 

@@ -63,6 +63,12 @@ class Canvas(ABC):
     def _box(self, box: Box) -> None: ...
 
     @abstractmethod
+    def grid(
+        self, x: float, y: float, w: float, h: float, codes: np.ndarray, colours: list[str]
+    ) -> None:
+        """Fill a box with equal cells: ``codes[row, column]`` picks the colour, -1 none."""
+
+    @abstractmethod
     def line(
         self, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1
     ) -> None: ...
@@ -182,6 +188,19 @@ class SvgCanvas(Canvas):
             f"{escape(text)}</text>"
         )
 
+    def grid(
+        self, x: float, y: float, w: float, h: float, codes: np.ndarray, colours: list[str]
+    ) -> None:
+        rows, columns = codes.shape
+        wide, high = w / columns, h / rows
+        for row in range(rows):
+            edges = np.flatnonzero(np.diff(codes[row], prepend=-2, append=-2))
+            for begin, end in pairwise(edges.tolist()):
+                code = codes[row, begin]
+                if code >= 0:
+                    left, width = x + begin * wide, (end - begin) * wide
+                    self.rect(left, y + row * high, width, high, colours[code])
+
     def _pattern(self, name: str, ink: str) -> str:
         # The colour is part of the id: pictures on one page share ids without harm.
         return self._patterns.setdefault((name, ink), f"mb-{name}-{ink[1:].lower()}")
@@ -252,6 +271,18 @@ class PixelCanvas(Canvas):
             edge, colour = max(1, round(width * s)), channels(stroke)
             part[:edge] = part[-edge:] = colour
             part[:, :edge] = part[:, -edge:] = colour
+
+    def grid(
+        self, x: float, y: float, w: float, h: float, codes: np.ndarray, colours: list[str]
+    ) -> None:
+        s = self.scale
+        left, top = round(x * s), round(y * s)
+        part = self.pixels[top : top + round(h * s), left : left + round(w * s)]
+        rows = np.arange(part.shape[0]) * codes.shape[0] // part.shape[0]
+        columns = np.arange(part.shape[1]) * codes.shape[1] // part.shape[1]
+        spread = codes[rows][:, columns]
+        table = np.array([channels(colour) for colour in colours], dtype=np.uint8)
+        part[spread >= 0] = table[spread[spread >= 0]]
 
     def line(
         self, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1

@@ -55,4 +55,4 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 def squeeze(data: bytes) -> bytes:
     """gzip without a time stamp, so that equal traces give equal bytes."""
-    return gzip.compress(data, compresslevel=9, mtime=0)
+    return gzip.compress(data, compresslevel=6, mtime=0)

@@ -52,19 +52,22 @@ def snippet(state: dict[str, Any], picture: bytes, alt: str, *, script: bool | N
     if script is None:
         script = not _script_is_out
         _script_is_out = True
-    image = base64.b64encode(picture).decode()
-    parts = [
-        f'<div data-minibatch="1"><img class="mb-still-picture" alt="{escape(alt, quote=True)}" '
-        f'style="max-width:100%;background:#ffffff" src="data:image/png;base64,{image}"/>',
-        _data(state),
-        "</div>",
-    ]
+    parts = [f'<div data-minibatch="1">{still(picture, alt)}', _data(state), "</div>"]
     if script:
         packed = gzip.compress(shorten(page_js(state["lang"])).encode(), 9, mtime=0)
         parts.append(f"<script>{_LOADER % base64.b64encode(packed).decode()}</script>")
     else:
         parts.append("<script>window.minibatch && window.minibatch.start();</script>")
     return "".join(parts)
+
+
+def still(picture: bytes, alt: str) -> str:
+    """The image alone."""
+    image = base64.b64encode(picture).decode()
+    return (
+        f'<img class="mb-still-picture" alt="{escape(alt, quote=True)}" '
+        f'style="max-width:100%;background:#ffffff" src="data:image/png;base64,{image}"/>'
+    )
 
 
 def forget_script() -> None:

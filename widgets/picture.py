@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from widgets.words import Words
 
 PANELS = ("timeline", "queues", "blocks", "throughput")
 LONGEST_ALT = 600
+LARGEST_DATA = 60_000  # bytes of packed steps that an output cell carries
 
 
 class Picture:
@@ -58,6 +61,7 @@ class Picture:
     def mode(self) -> str:
         return "compare" if len(self.traces) > 1 else "play"
 
+    @cached_property
     def state(self) -> dict[str, Any]:
         """What the front end is given."""
         series = []
@@ -87,6 +91,9 @@ class Picture:
     def png(self) -> bytes:
         return static.png(*self.traces, axis=self.axis, scale=1)
 
+    def timeline_png(self) -> bytes:
+        return static.png(*self.traces, axis=self.axis, scale=1, strip=False)
+
     def svg(self, theme: str = "light") -> str:
         return static.film_strip_svg(
             *self.traces, axis=self.axis, theme=theme, lang=self.words.lang
@@ -94,21 +101,24 @@ class Picture:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A page of its own, with everything in it; also written to ``path``, if given."""
-        html = page.whole_page(self.state(), " / ".join(self.titles), self.alt())
+        html = page.whole_page(self.state, " / ".join(self.titles), self.alt())
         if path is not None:
             Path(path).write_text(html, encoding="utf-8")
         return html
 
     def bundle(self) -> dict[str, str]:
         """The saved forms of an output cell, none of which needs a kernel."""
-        import base64
-
         picture = self.png()
-        return {
-            "text/plain": self.text(),
-            "text/html": page.snippet(self.state(), picture, self.alt()),
-            "image/png": base64.b64encode(picture).decode(),
-        }
+        size = sum(len(entry["data"]) for entry in self.state["series"])
+        if size <= LARGEST_DATA:
+            html = page.snippet(self.state, picture, self.alt())
+        else:  # a notebook must stay small
+            html = page.still(picture, self.alt()) + f"<p>{self.words('still.large')}</p>"
+        forms = {"text/plain": self.text(), "text/html": html}
+        if len(self.traces) == 1:
+            # For viewers that know no HTML: the timeline alone, since the whole is in the HTML.
+            forms["image/png"] = base64.b64encode(self.timeline_png()).decode()
+        return forms
 
 
 def _text_of(trace: Trace, title: str, step: int | None, names: Names) -> str:

@@ -17,7 +17,7 @@ class Player(TraceWidget):
 
     def __init__(self, picture: Picture, key: str | None = None) -> None:
         self.picture = picture
-        super().__init__(picture.state(), key)
+        super().__init__(picture.state, key)
 
     def still_forms(self) -> dict[str, str]:
         return self.picture.bundle()

@@ -9,7 +9,7 @@ from widgets.canvas import Canvas, PixelCanvas, SvgCanvas
 from widgets.names import Names
 from widgets.palette import PHASES, THEMES, ink_on, request_colour
 from widgets.timeline import TimelineDrawing, TimelinePlan, plan
-from widgets.view import View, view
+from widgets.view import Block, View, view
 from widgets.words import Words
 
 WIDTH = 960
@@ -273,49 +273,50 @@ class _Frame:
             x += width + 4
 
     def _blocks(self, top: float) -> None:
-        canvas, view, names = self.canvas, self.view, self.job.names
-        blocks = view.blocks()
-        words = self.job.words
-        note = f"{words('panel.blocks')}: {view.record.free_blocks} {words('block.free')}"
-        canvas.text(self.x + 10, top + 8, note, self.colours["muted"], 10)
+        canvas, words, blocks = self.canvas, self.job.words, self.view.blocks()
+        note = f"{words('panel.blocks')}: {self.view.record.free_blocks} {words('block.free')}"
         room_x, room_y = self.width - 20, self.y + FRAME_HEIGHT - 8 - (top + 14)
-        size = next(
-            (
-                s
-                for s in (18, 16, 14, 12, 10, 8, 6, 5, 4, 3)
-                if int(room_x // s) * int(room_y // s) >= len(blocks)
-            ),
-            3,
-        )
-        columns = max(1, int(room_x // size))
-        columns = -(-len(blocks) // -(-len(blocks) // columns)) if blocks else 1  # equal rows
-        for number, block in enumerate(blocks):
+
+        def fitting(size: int) -> int:
+            return int(room_x // size) * int(room_y // size)
+
+        sizes = (18, 16, 14, 12, 10, 8, 6, 5, 4, 3)
+        size = next((size for size in sizes if fitting(size) >= len(blocks)), sizes[-1])
+        columns = int(room_x // size)
+        if size >= 12 and blocks:
+            columns = -(-len(blocks) // -(-len(blocks) // columns))  # rows of equal length
+        shown = blocks[: fitting(size)]
+        if len(shown) < len(blocks):
+            note += f" (+{words('more', n=len(blocks) - len(shown))})"
+        canvas.text(self.x + 10, top + 8, note, self.colours["muted"], 10)
+        for number, block in enumerate(shown):
             row, column = divmod(number, columns)
-            if (row + 1) * size > room_y:
-                break
-            x, y = self.x + 10 + column * size, top + 14 + row * size
-            side = size - (1 if size > 4 else 0)
-            if not block.owners:
-                edge = self.colours["alarm" if block.lost_by else "line"]
-                canvas.rect(x, y, side, side, self.colours["bg"], edge)
-                if block.state == "cached" and size >= 8:
-                    canvas.rect(
-                        x + size / 3, y + size / 3, size / 4, size / 4, self.colours["muted"]
-                    )
-                continue
-            fill = request_colour(names.number(block.owners[0]))
-            edge = self.colours["text"] if block.taken else self.colours["strong"]
-            pattern = "slash" if block.state == "shared" else ""
-            thick = 2 if block.taken else 1
-            canvas.rect(x, y, side, side, fill, edge, pattern=pattern, width=thick)
-            if size >= 14:
-                label = names.label(block.owners[0])
-                canvas.text(
-                    x + side / 2,
-                    y + side / 2 + 3.5,
-                    label,
-                    ink_on(fill),
-                    9,
-                    anchor="middle",
-                    bold=True,
-                )
+            self._block(block, self.x + 10 + column * size, top + 14 + row * size, size)
+
+    def _block(self, block: Block, x: float, y: float, size: int) -> None:
+        canvas, colours, names = self.canvas, self.colours, self.job.names
+        edged = size > 5
+        side = size - 1 if edged else size
+        if not block.owners:
+            edge = colours["alarm" if block.lost_by else "line"]
+            canvas.rect(x, y, side, side, colours["bg"], edge if edged else None)
+            if block.state == "cached":
+                at, r = side / 3, max(1.0, side / 4)
+                canvas.rect(x + at, y + at, r, r, colours["muted"])
+            return
+        fill = request_colour(names.number(block.owners[0]))
+        edge = colours["text"] if block.taken else colours["strong"]
+        canvas.rect(
+            x,
+            y,
+            side,
+            side,
+            fill,
+            edge if edged or block.taken else None,
+            pattern="slash" if block.state == "shared" and edged else "",
+            width=2 if block.taken and edged else 1,
+        )
+        if size >= 14:
+            label = names.label(block.owners[0])
+            middle = (x + side / 2, y + side / 2 + 3.5)
+            canvas.text(*middle, label, ink_on(fill), 9, anchor="middle", bold=True)

@@ -7,17 +7,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from minibatch.trace import Trace
 from widgets.canvas import Canvas
 from widgets.columns import num_lanes
 from widgets.names import Names
 from widgets.palette import PHASES, THEMES, ink_on, request_colour
+from widgets.replay import PHASES as REPLAY_PHASES
 from widgets.replay import Facts, Replay
 from widgets.words import Words
 
 LEFT, RIGHT = 86, 14
 MOST_QUEUE_ROWS = 8
-MOST_PIXELS_OF_LANES = 460
+MOST_PIXELS_OF_LANES = 320
+SMALLEST_ROW = 8  # below it, lanes are colours without letters and edges
 
 
 class Stay(NamedTuple):
@@ -110,6 +114,7 @@ class TimelineDrawing:
         self.marked = marked
         self.colours = THEMES[theme]
         self.x = _axis(trace, canvas.width, axis)
+        self.roomy = self.x(1) - self.x(0) >= 8 if len(trace) else False  # letters fit a step
         self.top = top
         self.queue_top = top + 24
         self.lanes_top = self.queue_top + layout.queue_rows * layout.queue_row + 8
@@ -123,11 +128,10 @@ class TimelineDrawing:
         for slot in range(layout.lanes):
             box = (LEFT, self._lane_y(slot) + 1, end - LEFT, layout.row - 2)
             canvas.rect(*box, colours["panel"])
-        for t, slot in layout.bubbles:
-            box = (x(t), self._lane_y(slot) + 1, x(t + 1) - x(t), layout.row - 2)
-            canvas.rect(*box, colours["bubble"], tip=self.words("phase.bubble"))
-        for stay in layout.stays:
-            self._stay(stay)
+        if layout.row < SMALLEST_ROW and self.axis == "iterations":
+            self._fine_rows()
+        else:
+            self._rows()
         self._queue("waiting", layout.queue_rows)
         self._queue("swapped", layout.swap_rows)
         for t in self.marked:
@@ -136,6 +140,27 @@ class TimelineDrawing:
             canvas.text(x(t) + 2, self.top + 21, step, colours["accent"], 9, bold=True)
         self._evictions()
         self._ruler()
+
+    def _fine_rows(self) -> None:
+        """Many thin lanes: colours only, a cell a step."""
+        layout = self.layout
+        colours = [self.colours["bubble"], *(PHASES[name].fill for name in REPLAY_PHASES)]
+        codes = np.full((layout.lanes, len(self.trace)), -1, dtype=np.int8)
+        for t, slot in layout.bubbles:
+            codes[slot, t] = 0
+        for stay in layout.stays:
+            codes[stay.lane, stay.begin : stay.end] = 1 + REPLAY_PHASES.index(stay.phase)
+        width = self.x(len(self.trace)) - LEFT
+        box = (LEFT, self._lane_y(0), width, layout.lanes * layout.row)
+        self.canvas.grid(*box, codes, colours)
+
+    def _rows(self) -> None:
+        canvas, layout, colours, x = self.canvas, self.layout, self.colours, self.x
+        for t, slot in layout.bubbles:
+            box = (x(t), self._lane_y(slot) + 1, x(t + 1) - x(t), layout.row - 2)
+            canvas.rect(*box, colours["bubble"], tip=self.words("phase.bubble"))
+        for stay in layout.stays:
+            self._stay(stay)
 
     def _lane_y(self, slot: int) -> float:
         return self.lanes_top + slot * self.layout.row
@@ -169,7 +194,7 @@ class TimelineDrawing:
         left, right, y = self.x(stay.begin), self.x(stay.end), self._lane_y(stay.lane) + 1
         height = layout.row - 2
         edge = phase.edge if self.theme == "light" else phase.edge_dark
-        fine = layout.row >= 8
+        fine = layout.row >= SMALLEST_ROW
         told = self.words(f"phase.{stay.phase}")
         canvas.rect(
             left,
@@ -214,7 +239,7 @@ class TimelineDrawing:
         colour = request_colour(self.names.number(who))
         box = (left, y + 2, self.x(end) - left, 5)
         canvas.rect(*box, colour, self.colours["strong"], tip=who)
-        if is_new:
+        if is_new and self.roomy:
             label = self.names.label(who)
             width = canvas.measure(label, 9, True) + 5
             canvas.rect(left, y - 0.5, width, 10, colour, "#1B1F24")

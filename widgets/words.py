@@ -198,6 +198,7 @@ _EN: dict[str, str] = {
     "cards.again": "Again later",
     "cards.left": "{n} left",
     "cards.done": "All known. Start again?",
+    "still.large": "A long run: run this cell to step through it.",
     "still.note": "A still picture: install anywidget to step through it here.",
     "alt": "{policy} batching, {steps} iterations, {requests} requests, {tokens} tokens "
     "generated, {preemptions} evictions. {sentence}",
@@ -385,6 +386,7 @@ _ZH: dict[str, str] = {
     "cards.again": "稍后再来",
     "cards.left": "还剩 {n} 张",
     "cards.done": "全部掌握。再来一遍？",
+    "still.large": "运行较长：执行此单元格后可逐步查看。",
     "still.note": "静态图：安装 anywidget 后可以在这里逐步查看。",
     "alt": "{policy} 批处理，{steps} 次迭代，{requests} 个请求，生成 {tokens} 个 token，"
     "抢占 {preemptions} 次。{sentence}",

@@ -19,6 +19,7 @@ from minibatch.executor.base import SampledToken
 from minibatch.executor.cuda_graphs import DecodeGraphs, Graph, batch_sizes
 from minibatch.executor.device_sampler import INVALID, Needs, sample, write_knobs
 from minibatch.executor.launch import PENDING, Launched, waits_for_tokens
+from minibatch.executor.memory import explained_oom
 from minibatch.executor.model_runner import ModelRunner, sampling_row
 from minibatch.executor.release import empty_storages, tensors_of
 from minibatch.executor.step_inputs import TURNS, CopyIn, StepInputs
@@ -161,19 +162,11 @@ class CudaModelRunner(ModelRunner):
         self._move_blocks(output)
         if not output.scheduled:
             return Done({})
-        try:
-            packed = self._pack_in(output, before)
-            logits = self._logits(packed)  # [R, V]
-        except BaseException:
-            self._block_tables.forget()
-            raise
-        if not packed.due:
-            return Done({})
-        rows = [packed.rows[index] for index in packed.due]
-        if packed.needs is None:
-            return Done(self._draw(logits, rows))
-        knobs = self._inputs(packed).knobs[: len(rows)]
-        return self._send_back(sample(logits, knobs, packed.needs), rows)
+        with explained_oom(
+            f"a step of {output.num_batched_tokens} tokens",
+            "lower gpu_memory_utilization, max_num_batched_tokens or max_num_seqs",
+        ):
+            return self._launch(output, before)
 
     def close(self) -> None:
         """Give all memory back, even what somebody still holds (a traceback, say)."""
@@ -189,6 +182,21 @@ class CudaModelRunner(ModelRunner):
         empty_storages(held)
         del self._forward_pass
         super().close()
+
+    def _launch(self, output: SchedulerOutput, before: Launched | None) -> Launched:
+        try:
+            packed = self._pack_in(output, before)
+            logits = self._logits(packed)  # [R, V]
+        except BaseException:
+            self._block_tables.forget()
+            raise
+        if not packed.due:
+            return Done({})
+        rows = [packed.rows[index] for index in packed.due]
+        if packed.needs is None:
+            return Done(self._draw(logits, rows))
+        knobs = self._inputs(packed).knobs[: len(rows)]
+        return self._send_back(sample(logits, knobs, packed.needs), rows)
 
     # -- the host's part ----------------------------------------------------------------------
 

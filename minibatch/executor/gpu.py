@@ -13,8 +13,9 @@ from minibatch.errors import ConfigError
 from minibatch.executor.cuda_graphs import Graph, cuda_graph_maker
 from minibatch.executor.cuda_model_runner import CudaModelRunner
 from minibatch.executor.memory import explained_oom
+from minibatch.model import quantization
 from minibatch.model.attention import AttentionBackend
-from minibatch.model.fp8 import quantize_fp8, replace_linears
+from minibatch.model.fp8 import quantize_fp8
 from minibatch.model.fp8_kv_cache import Fp8KVCache, UnpackingAttention, calibrate, fp8_format
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
@@ -128,9 +129,7 @@ def quantize(model: LlamaForCausalLM, name: str | None) -> None:
         quantize_fp8(model)
     elif name == "int8":
         if model.device.type == "cpu":
-            from minibatch.model.quantization import Int8Linear
-
-            replace_linears(model, Int8Linear)
+            quantization.quantize_int8(model)
             return
         if not has_kernels(model.device):
             raise ConfigError("quantization='int8' on a GPU needs Triton: pip install triton.")

@@ -9,11 +9,11 @@ same numbers and the same sums, at 1.1 to 2.5 times the speed.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from minibatch.model.fp8 import replace_linears
 from minibatch.model.llama import LlamaForCausalLM
 
 
@@ -47,23 +47,13 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: LlamaForCausalLM) -> None:
-    """Pack every matrix of ``model``, where that is possible; it can then only be run.
+    """Pack every matrix of ``model``, which can then only be run.
 
     One by one, so that no second copy of the model exists at any time. Only a tied head is one:
     looking tokens up needs the plain embedding, multiplying by it the packed one.
     """
-    if can_pack(model.dtype, model.device):
-        replace_linears(model, PackedLinear)
-        model.lm_head = PackedLinear(head_of(model))
-
-
-def replace_linears(model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Replace the matrices of all layers, one by one; embedding and output layer stay."""
-    for layer in model.layers:
-        for owner in (layer.attention, layer.mlp):
-            for name, child in list(owner.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(owner, name, make(child))
+    replace_linears(model, PackedLinear)
+    model.lm_head = PackedLinear(head_of(model))
 
 
 def head_of(model: LlamaForCausalLM) -> nn.Linear:
@@ -71,6 +61,8 @@ def head_of(model: LlamaForCausalLM) -> nn.Linear:
     if model.lm_head is not None:
         return model.lm_head
     with torch.device("meta"):
-        head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False, dtype=model.dtype)
+        head = nn.Linear(
+            model.config.hidden_size, model.config.vocab_size, bias=False, dtype=model.dtype
+        )
     head.weight = model.embed_tokens.weight
     return head

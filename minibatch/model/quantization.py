@@ -1,4 +1,4 @@
-"""8-bit weights: a quarter of float32's bytes to read, and four products an instruction.
+"""``quantization="int8"`` on a CPU: a quarter of float32's bytes to read.
 
 A weight row w becomes whole numbers q in [-127, 127] and one scale s, w being about s * q. A
 row of activations is treated the same way when it comes, so a dot product is one of whole numbers
@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from minibatch.model.fp8 import replace_linears
+from minibatch.model.linear import head_of
+from minibatch.model.llama import LlamaForCausalLM
 
 
 class Int8Linear(nn.Module):
@@ -33,6 +37,13 @@ class Int8Linear(nn.Module):
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype)
+
+
+def quantize_int8(model: LlamaForCausalLM) -> None:
+    """Replace the matrices of all layers and the output layer; the embedding stays as it is."""
+    head = Int8Linear(head_of(model))
+    replace_linears(model, Int8Linear)
+    model.lm_head = head
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

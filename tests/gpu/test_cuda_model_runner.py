@@ -6,6 +6,7 @@ Every engine here must say, token for token, what the plain engine over the same
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from pipeline_helpers import (
 )
 from tape_graph import TapeGraph
 
-from minibatch.errors import InvalidRequestError
+from minibatch.errors import DeviceMemoryError, InvalidRequestError
 from minibatch.executor.cuda_graphs import DecodeGraphs, batch_sizes
 from minibatch.executor.cuda_model_runner import CudaModelRunner
 from minibatch.executor.device_sampler import sample, write_knobs
@@ -373,3 +374,36 @@ def test_bad_requests_are_refused_while_a_step_is_in_flight(model: LlamaForCausa
         engine.add_request("B", [999])
     list(engine.run())
     assert len(engine.output("A").outputs[0].token_ids) == 5
+
+
+def test_out_of_memory_in_a_step_names_the_knob_and_the_step_can_be_tried_again(
+    model: LlamaForCausalLM,
+) -> None:
+    config = small_config("continuous", num_gpu_blocks=40)
+    arrivals = random_arrivals(3, count=4)
+    plain = plain_engine(model, config)
+    drive(plain, arrivals)
+    expected = answers(plain, arrivals)
+    engine = pipelined_engine(model, config)
+    logits, calls = model.compute_logits, [0]
+
+    def sometimes(hidden: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] % 3 == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return logits(hidden)
+
+    step, failures = engine.step, []
+
+    def step_again() -> Any:
+        while True:
+            try:
+                return step()
+            except DeviceMemoryError as error:
+                failures.append(str(error))
+
+    engine.step = step_again  # type: ignore[method-assign]
+    with mock.patch.object(model, "compute_logits", sometimes):
+        drive(engine, arrivals)
+    assert answers(engine, arrivals) == expected
+    assert failures and all("lower gpu_memory_utilization" in text for text in failures)

@@ -14,6 +14,7 @@ from pipeline_helpers import (
     random_arrivals,
     small_config,
 )
+from toy_tokenizers import llama_style
 
 from minibatch.engine import Engine
 from minibatch.executor.launch import PENDING
@@ -77,6 +78,22 @@ def test_who_stops_early_never_shows_the_extra_token(knobs: dict[str, Any], seed
     assert sorted(ended) == sorted(arrival.request_id for arrival in arrivals)
     blocks = ahead.scheduler.block_manager
     assert blocks.num_free_blocks == blocks.num_usable_blocks
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stop_strings_and_text(seed: int) -> None:
+    """Text comes a step late too, and ends where it should: before the stop string."""
+    tokenizer = llama_style()
+    arrivals = random_arrivals(seed, count=8, stop=["th", "e", "!"], max_tokens=14)
+    said = []
+    for kind in (Engine, PipelinedEngine):
+        launcher = FakeLauncher(vocab_size=tokenizer.vocab_size)
+        engine = kind(small_config("continuous"), launcher, tokenizer=tokenizer, check=True)
+        drive(engine, arrivals)
+        said.append(answers(engine, arrivals))
+    assert said[0] == said[1]
+    reasons = [one[2] for sequences in said[0].values() for one in sequences]
+    assert "stop" in reasons
 
 
 def test_a_late_stop_costs_one_row_of_one_step() -> None:

@@ -11,11 +11,14 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from lessons import exercise01, exercise02
+from lessons import exercise00, exercise01, exercise02, exercise03, exercise04
 from lessons.build import FOLDER, lesson_paths
 from lessons.engines import run_with, submit
 from lessons.exercise import Exercise, Mistake, Verdict, call
 from minibatch import toy
+from minibatch.hardware import hardware
+from minibatch.model.presets import preset
+from minibatch.reservation import kv_memory, reservation
 from minibatch.scheduler import ContinuousScheduler
 from minibatch.simulate import simulate
 from minibatch.workload import generate, uniform
@@ -108,6 +111,19 @@ def raises(requests: list[int], slots: int) -> tuple[int, int]:
     return requests[99], slots
 
 
+def keys_only(kv_gib: float, layers: int, heads: int, dim: int, tokens: int) -> int:
+    blocks = int(kv_gib * 2**30) // (16 * layers * heads * dim * 2)
+    return blocks // -(-tokens // 16)
+
+
+def query_heads(kv_gib: float, layers: int, heads: int, dim: int, tokens: int) -> int:
+    return keys_only(kv_gib / 2, layers, 32, dim, tokens)
+
+
+def one_way(tokens: int, kv: int, parameters: int, link: float, flops: float) -> Any:
+    return tokens * kv / link, 2 * parameters * tokens / flops
+
+
 WRONG: list[tuple[Exercise, Any, str]] = [
     *((exercise01.refill, wrong, hint) for wrong, hint in exercise01.WRONG_TURNS),
     (exercise01.refill, eats_its_input, "work on a copy"),
@@ -132,6 +148,29 @@ WRONG: list[tuple[Exercise, Any, str]] = [
     (exercise02.rule, "release", "free blocks"),
     (exercise02.rule, "swapped", "intact"),
     (exercise02.rule, "queue", "one of"),
+    *((exercise00.per_pass, wrong, hint) for wrong, hint in exercise00.WRONG_TURNS),
+    (exercise00.per_pass, lambda trace: 1.0, "for four slots"),
+    (exercise00.report, "ann", "what users wait for"),
+    (exercise00.report, "eve", "one of"),
+    *((exercise03.where, wrong, hint) for wrong, hint in exercise03.PLACE_TURNS),
+    (exercise03.where, lambda table, position, size: 0, "the pool has it in slot 20"),
+    (exercise03.fit, keys_only, "a key *and* a value"),
+    (exercise03.fit, query_heads, "only KV heads are stored"),
+    (exercise03.fit, lambda *shape: 190, "729 fit"),
+    (exercise03.sign, "evictions", "what its author wanted"),
+    (exercise03.sign, "free", "all 16 blocks are taken"),
+    (exercise03.sign, "order", "count who finishes when"),
+    (exercise03.sign, "none", "one of"),
+    (exercise04.price, one_way, "half of the way"),
+    (exercise04.price, lambda *victim: 1.0, "two numbers"),
+    (exercise04.price, lambda *victim: (1.0, 1.0), "it is 21.5 and 43.3 ms"),
+    (exercise04.watermark, 0, "too bold"),
+    (exercise04.watermark, 4, "too careful"),
+    (exercise04.watermark, 0.01, "whole number"),
+    (exercise04.bug, "requeue", "before anybody else"),
+    (exercise04.bug, "admit", "nobody new is left"),
+    (exercise04.bug, "release", "all requests finish"),
+    (exercise04.bug, "none", "one of"),
 ]
 
 
@@ -151,6 +190,22 @@ def test_wrong_turns_differ_from_the_truth_and_from_each_other() -> None:
     doors = [tuple(map(wrong, exercise02.DOORS)) for wrong, _ in exercise02.WRONG_TURNS]
     doors.append(tuple(map(exercise02.truth, exercise02.DOORS)))
     assert len(set(doors)) == len(doors)
+    fits = [tuple(map(wrong, exercise03.CASES)) for wrong, _ in exercise03.FIT_TURNS]
+    fits.append(tuple(map(exercise03.capacity, exercise03.CASES)))
+    assert len(set(fits)) == len(fits)
+    prices = [tuple(map(wrong, exercise04.VICTIMS)) for wrong, _ in exercise04.WRONG_TURNS]
+    prices.append(tuple(map(exercise04.costs, exercise04.VICTIMS)))
+    assert len(set(prices)) == len(prices)
+
+
+def test_capacity_agrees_with_the_schedulers_own() -> None:
+    memory = kv_memory(hardware("a100-80gb"), preset("llama-2-7b"))
+    case = exercise03.CASES[0]._replace(kv_gib=memory.num_bytes / 2**30)
+    for tokens in (33, 640, 4096):
+        fits = reservation("continuous", memory.num_blocks, tokens - 1, 1, max_model_len=4096)
+        # The last token never needs KV, which matters where it would begin a block.
+        expected = exercise03.capacity(case._replace(num_tokens=tokens - (tokens % 16 == 1)))
+        assert fits.num_sequences == expected
 
 
 class Watched(ContinuousScheduler):

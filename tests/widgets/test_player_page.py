@@ -17,7 +17,7 @@ ALL = list(demo_traces.DEMOS)
 
 def show(stage: Any, *traces: Trace, **options: Any) -> Picture:
     picture = Picture(list(traces), **options)
-    stage.mount(picture.state())
+    stage.mount(picture.state)
     return picture
 
 
@@ -365,3 +365,58 @@ def test_keys_stay_in_the_player(stage: Any, demos: dict[str, Trace]) -> None:
     assert stage.run("() => leaked") == []
     stage.press("Tab")
     assert stage.run("() => leaked") == ["Tab"]
+
+
+def test_a_refused_request_is_drawn(stage: Any) -> None:
+    from minibatch.simulate import simulate
+    from minibatch.workload import RequestSpec
+
+    specs = [RequestSpec("big", 0.0, 40, 4), RequestSpec("ok", 0.0, 4, 2)]
+    knobs = {**demo_traces.SMALL, "num_gpu_blocks": 4, "max_model_len": 64}
+    trace = simulate(
+        specs, "a100-80gb", "llama-2-7b", "continuous", {**knobs, "max_num_batched_tokens": 64}
+    )
+    show(stage, trace)
+    assert "is refused" in stage.page.text_content(".mb-headline")
+    stage.page.click(".mb-chip.mb-refused")
+    stage.settle()
+    assert stage.number("why") == view(trace, 0).why("big")
+    stage.shot("refused")
+
+
+def test_measured_and_predicted_step_times_stand_side_by_side(stage: Any) -> None:
+    from dataclasses import replace
+
+    trace = demo_traces.load("unified")
+    trace.steps = [replace(step, predicted_s=1.1 * step.duration_s) for step in trace]
+    show(stage, trace)
+    assert stage.number("step_time") == f"{1e3 * trace[0].duration_s:.1f} ms"
+    head = stage.page.text_content(".mb-chart-head:has([data-number=step_time])")
+    assert f"predicted {1e3 * trace[0].predicted_s:.1f} ms" in head
+
+
+def test_the_badge_says_where_the_numbers_come_from(stage: Any) -> None:
+    trace = demo_traces.load("static")
+    show(stage, trace)
+    assert stage.page.text_content(".mb-badge") == "cost model: a100-80gb"
+    trace.meta.source, trace.meta.hardware = "measured", "some CPU"
+    show(stage, trace)
+    assert stage.page.text_content(".mb-badge") == "recorded on some CPU"
+
+
+def test_the_pictures_pixels_show_the_phases(stage: Any, demos: dict[str, Trace]) -> None:
+    """The lanes are painted in the phases' colours where the record has these phases."""
+    from widgets.palette import PHASES, channels
+
+    show(stage, demos["continuous"])
+    stage.press("End")
+    script = """([t, slot]) => {
+      const { timeline } = document.querySelector('.mb-root').player.series[0];
+      const { scale, context } = timeline.sheet;
+      const x = timeline.x(t + 1) - 4, y = timeline.laneY(slot) + 4;
+      return [...context.getImageData(x * scale, y * scale, 1, 1).data].slice(0, 3); }"""
+    trace = demos["continuous"]
+    for t in (0, 2, 6, 12):
+        for lane in view(trace, t).lanes:
+            if lane.phase in ("decode",):
+                assert stage.run(script, [t, lane.slot]) == list(channels(PHASES["decode"].fill))

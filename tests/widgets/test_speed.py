@@ -59,7 +59,7 @@ def big() -> Trace:
 
 
 def test_a_large_run_appears_steps_and_plays(big: Trace, stage: Any) -> None:
-    state = Picture([big]).state()
+    state = Picture([big]).state
     begin = time.perf_counter()
     stage.mount(state)
     assert time.perf_counter() - begin < 4  # target: 1 s
@@ -82,7 +82,7 @@ def test_a_large_run_appears_steps_and_plays(big: Trace, stage: Any) -> None:
 
 
 def test_long_and_wide_runs_keep_to_their_frame(big: Trace, stage: Any) -> None:
-    stage.mount(Picture([big]).state())
+    stage.mount(Picture([big]).state)
     first = stage.page.locator(".mb-root").bounding_box()
     for t in (10, 300, 599):
         stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", t)
@@ -127,7 +127,7 @@ def test_two_thousand_live_updates_do_not_pile_up(stage: Any) -> None:
 
 def test_a_gap_is_noticed_and_asked_for(stage: Any) -> None:
     trace = demo_traces.load("continuous")
-    state = Picture([trace]).state()
+    state = Picture([trace]).state
     state["mode"] = "live"
     state["series"][0]["data"] = b""
     stage.mount(state)
@@ -149,7 +149,7 @@ def test_a_gap_is_noticed_and_asked_for(stage: Any) -> None:
 
 
 def test_fifty_open_close_rounds_leave_nothing_on_the_page(stage: Any) -> None:
-    state = Picture([demo_traces.load("continuous")]).state()
+    state = Picture([demo_traces.load("continuous")]).state
     session = stage.page.context.new_cdp_session(stage.page)
     stage.mount(state)
     stage.run("() => window.unmount()")

@@ -36,7 +36,10 @@ class Player {
     for (const series of this.series) {
       series.build(this.frame, { panels, compare: this.compare, lanes, live: this.live });
     }
-    if (this.compare) this.totals = new Totals(this.frame, this);
+    if (this.compare) {
+      this.phases = new PhaseLegend(this.frame, words);
+      this.totals = new Totals(this.frame, this);
+    }
     this.note = element("div", { class: "mb-why", "data-number": "why" });
     this.keys = element("div", { class: "mb-keys", text: words.say("help.keys") });
     this.tip = element("div", { class: "mb-tip", role: "tooltip", hidden: "" });
@@ -234,6 +237,7 @@ class Player {
       this.place(series);
       series.draw(this.paint);
     }
+    this.phases?.draw(this.paint);
     this.totals?.draw();
     this.controls.draw(this.paint);
     this.liveBar?.draw();

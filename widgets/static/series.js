@@ -32,6 +32,7 @@ class Series {
       const mostHeight = compare ? 150 : MOST_LANES_HEIGHT;
       this.timeline = new Timeline(box, this, words, { lanes, live, mostHeight });
       this.listen(this.timeline, (hit) => hit && (hit.request ?? null));
+      if (!compare) this.phases = new PhaseLegend(box, words);
     }
     const middle = compare ? row : element("div", { class: "mb-middle" });
     if (!compare) this.root.append(middle);
@@ -142,6 +143,7 @@ class Series {
       axis: player.axis, followed, ended: this.ended, moving: player.gliding, common: player.common,
     };
     this.timeline?.draw(t, paint, options);
+    this.phases?.draw(paint);
     this.board?.draw(t, options);
     this.blocks?.draw(t, paint, options);
     this.charts?.draw(t, paint);

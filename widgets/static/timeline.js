@@ -308,3 +308,42 @@ class Timeline {
     return { t, request };
   }
 }
+
+/** What colours and hatches of the lanes mean. */
+class PhaseLegend {
+  constructor(parent, words) {
+    this.words = words;
+    this.sheet = new Sheet(parent, "mb-phase-legend", 18);
+    const names = PHASE_NAMES.map((name) => words.say(`phase.${name}`));
+    const texts = [...names, words.say("phase.bubble"), words.say("event.preemption")];
+    this.sheet.canvas.setAttribute("aria-label", texts.join(", "));
+  }
+
+  draw(paint) {
+    const { sheet, words } = this;
+    sheet.fit();
+    const key = `${paint.theme}/${sheet.width}/${sheet.scale}`;
+    if (this.key === key) return;
+    this.key = key;
+    const context = sheet.clear(paint.colours.bg);
+    context.font = `12px ${FONT}`;
+    context.textBaseline = "middle";
+    let x = GUTTER;
+    const entry = (paintBox, text) => {
+      paintBox();
+      context.fillStyle = paint.colours.muted;
+      context.fillText(text, x + 23, 9);
+      x += 23 + context.measureText(text).width + 16;
+    };
+    for (const name of PHASE_NAMES) {
+      entry(() => paint.work(context, name, x, 3, 18, 12), words.say(`phase.${name}`));
+    }
+    entry(() => {
+      context.fillStyle = paint.colours.bubble;
+      context.fillRect(x, 3, 18, 12);
+      context.strokeStyle = paint.colours.bubble_mark;
+      context.strokeRect(x + 0.5, 3.5, 17, 11);
+    }, words.say("phase.bubble"));
+    entry(() => cross(context, x + 9, 9, 4.5, paint.colours.alarm), words.say("event.preemption"));
+  }
+}

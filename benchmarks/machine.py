@@ -1,0 +1,106 @@
+"""What this machine is, and the most that it can do: the ceilings of every row."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from minibatch.bounds import UniformLoad, uniform_bounds
+from minibatch.builder import versions
+from minibatch.hardware import Hardware
+from minibatch.model.config import ModelConfig
+from minibatch.model.linear import PackedLinear, can_pack
+
+INTERESTING = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
+
+
+def describe() -> dict[str, Any]:
+    """Processor, instruction sets, memory, versions, date and commit."""
+    info: dict[str, Any] = {"cpu": platform.processor() or platform.machine()}
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        info["cpu"] = text.split("model name", 1)[1].split(":", 1)[1].split("\n", 1)[0].strip()
+        flags = text.split("flags", 1)[1].split("\n", 1)[0].split()
+        info["instructions"] = [name for name in INTERESTING if name in flags]
+    except (OSError, IndexError):
+        pass
+    if hasattr(os, "sysconf"):
+        info["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    return info | {
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.platform(terse=True),
+        "versions": versions(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, with a + if the working tree differed from it."""
+    try:
+        command = ["git", "describe", "--always", "--dirty=+"]
+        where = Path(__file__).parent
+        return subprocess.run(command, cwd=where, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def ceilings(seconds: float = 1.0) -> Hardware:
+    """The best copy and the best matrix product of several, in CPU-bound work of ``seconds`` each.
+
+    Matrix products run packed where the engine's do: the rate is asked for, not a library's.
+    """
+    flops = {
+        name: matmul_rate(getattr(torch, name), seconds) for name in ("float32", "bfloat16")
+    }
+    return Hardware(
+        name="this-machine",
+        title=describe()["cpu"],
+        flops=flops,
+        memory_bandwidth=copy_rate(seconds),
+        memory_bytes=0,
+        link_bandwidth=1.0,
+        source="measured: copies of 128 MiB, products of 1024 x 1024 matrices",
+        date=time.strftime("%Y-%m-%d"),
+    )
+
+
+def copy_rate(seconds: float) -> float:
+    """Bytes read and written a second."""
+    source = torch.ones(2**27, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / best_time(lambda: target.copy_(source), seconds)
+
+
+@torch.inference_mode()
+def matmul_rate(dtype: torch.dtype, seconds: float, size: int = 1024) -> float:
+    """FLOP/s; a multiplication with its addition counts as two."""
+    linear: nn.Module = nn.Linear(size, size, bias=False, dtype=dtype)
+    if can_pack(dtype, torch.device("cpu")):
+        linear = PackedLinear(linear)
+    x = torch.randn(size, size).to(dtype)
+    return 2 * size**3 / best_time(lambda: linear(x), seconds)
+
+
+def best_time(run: Callable[[], object], seconds: float) -> float:
+    run()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def roofline(model: ModelConfig, chip: Hardware, load: UniformLoad, dtype: str) -> float:
+    """Generated tokens/s that nothing can pass which prefills the batch and then decodes it."""
+    return uniform_bounds(model, chip, load, dtype).serial
