@@ -103,9 +103,7 @@ class TransformersGenerate(Engine):
             batch = jobs[start : start + concurrency]
             width = max(len(job.prompt) for job in batch)
             ids = [[0] * (width - len(job.prompt)) + job.prompt for job in batch]
-            mask = [
-                [0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in batch
-            ]
+            mask = [[0] * (width - len(job.prompt)) + [1] * len(job.prompt) for job in batch]
             most = max(job.max_tokens for job in batch)
             with torch.inference_mode():
                 out = self.model.generate(

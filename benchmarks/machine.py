@@ -59,9 +59,7 @@ def ceilings(seconds: float = 1.0) -> Hardware:
 
     Matrix products run packed where the engine's do: the rate is asked for, not a library's.
     """
-    flops = {
-        name: matmul_rate(getattr(torch, name), seconds) for name in ("float32", "bfloat16")
-    }
+    flops = {name: matmul_rate(getattr(torch, name), seconds) for name in ("float32", "bfloat16")}
     return Hardware(
         name="this-machine",
         title=describe()["cpu"],

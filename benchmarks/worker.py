@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
-    out = os.fdopen(os.dup(1), "w")  # libraries print what they like; answers have a line of their own
+    out = os.fdopen(
+        os.dup(1), "w"
+    )  # libraries print what they like; answers have a line of their own
     os.dup2(2, 1)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     from engines import Job, make

@@ -55,6 +55,11 @@ NAMES = re.compile(
     r"|\b(?:19|20)\d\d\b"  # years
 )
 
+WORDS = {
+    **{"four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"},
+    **{"ten": "10", "eleven": "11", "twelve": "12", "fifteen": "15", "twenty": "20"},
+}
+
 
 def problems(path: Path) -> list[str]:
     """Everything that is wrong with a notebook, a line each; lessons are checked in full."""
@@ -144,8 +149,13 @@ def _clean_output(name: str, output: NotebookNode, tags: list[str]) -> Iterator[
 
 
 def numbers_in(text: str) -> set[str]:
-    """The numbers of a text, as they compare: without thousands' commas and trailing zeros."""
-    return {_plain(match) for match in NUMBER.findall(NAMES.sub(" ", text))}
+    """The numbers of a text, as they compare: without thousands' commas and trailing zeros.
+
+    Also those in words, from four on; smaller ones mostly count the parts of a thought.
+    """
+    bare = NAMES.sub(" ", text)
+    words = {WORDS[word] for word in re.findall(r"[a-z]+", bare.lower()) if word in WORDS}
+    return {_plain(match) for match in NUMBER.findall(bare)} | words
 
 
 def printed_numbers(cells: Iterable[NotebookNode]) -> set[str]:

@@ -28,6 +28,7 @@ from minibatch.executor.base import Executor, SampledToken
 from minibatch.interrupts import deferred_interrupts
 from minibatch.output_processor import OutputProcessor, TokenizerLike
 from minibatch.outputs import RequestOutput
+from minibatch.prompt import read_prompt
 from minibatch.record import Arrival, Finish, Refusal, Scheduled, StepRecord
 from minibatch.request import FinishReason, Request
 from minibatch.sampling_params import SamplingParams
@@ -131,9 +132,8 @@ class Engine(Closing):
         """
         self._check_open()
         params = sampling_params or SamplingParams()
-        text, token_ids = self._read_prompt(
-            request_id, prompt if prompt_token_ids is None else prompt_token_ids
-        )
+        given = prompt if prompt_token_ids is None else prompt_token_ids
+        text, token_ids = read_prompt(request_id, given, self.tokenizer, self.vocab_size)
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 f"request {request_id!r}: stop strings need a tokenizer; use stop_token_ids."
@@ -319,41 +319,6 @@ class Engine(Closing):
             self.executor.close()
 
     # -- at the door --------------------------------------------------------------------------
-
-    def _read_prompt(self, request_id: str, prompt: Any) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            prompt = prompt.get("prompt_token_ids", text)
-        if isinstance(prompt, str):
-            if not prompt:
-                raise InvalidRequestError(f"request {request_id!r}: the prompt is empty.")
-            if self.tokenizer is None:
-                raise InvalidRequestError(
-                    f"request {request_id!r}: this engine has no tokenizer; give token ids."
-                )
-            text, prompt = prompt, self.tokenizer.encode(prompt)
-        if prompt is None or isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
-            raise InvalidRequestError(
-                f"request {request_id!r}: a prompt is text or a list of token ids, not "
-                f"{type(prompt).__name__}."
-            )
-        token_ids = list(prompt)
-        if not token_ids:
-            raise InvalidRequestError(f"request {request_id!r}: the prompt has no tokens.")
-        for position, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-                raise InvalidRequestError(
-                    f"request {request_id!r}: prompt position {position} holds {token_id!r}, "
-                    "not a token id."
-                )
-            if token_id < 0 or (self.vocab_size is not None and token_id >= self.vocab_size):
-                top = "" if self.vocab_size is None else f" in [0, {self.vocab_size})"
-                raise InvalidRequestError(
-                    f"request {request_id!r}: token id {token_id} at prompt position {position} "
-                    f"is not{top or ' a valid id'}; is this another model's tokenizer?"
-                )
-        return text, [int(token_id) for token_id in token_ids]
 
     def _make_family(
         self, request_id: str, token_ids: list[int], params: SamplingParams, now: float

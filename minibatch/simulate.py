@@ -11,7 +11,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,6 @@ class Recipe:
             CostModel.from_dict(data["cost_model"]),
             tuple((step, SchedulerConfig(**knobs)) for step, knobs in data["configs"]),
         )
-
-
-@dataclass
-class SimulationMeta(TraceMeta):
-    """``TraceMeta`` of a simulated run: it also says how to run it again."""
-
-    simulation: dict[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -190,7 +183,7 @@ class Simulation:
         cost_model = recipe.cost_model
         self.clock = VirtualClock()
         self.executor = SimulatedExecutor(cost_model, self.clock, config.block_size)
-        meta = SimulationMeta(
+        meta = TraceMeta(
             source="simulated",
             model=model_name(cost_model.model),
             hardware=cost_model.hardware.name,

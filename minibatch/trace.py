@@ -28,7 +28,8 @@ class TraceMeta:
     """What was run, on what.
 
     ``source`` is ``"measured"`` (a model ran) or ``"simulated"`` (a cost model did). ``knobs``
-    holds every knob of the scheduler, ``software`` versions by name.
+    holds every knob of the scheduler, ``software`` versions by name, ``simulation`` what it takes
+    to run a simulated run again.
     """
 
     source: str = "measured"
@@ -38,6 +39,7 @@ class TraceMeta:
     knobs: dict[str, Any] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
+    simulation: dict[str, Any] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
 
@@ -90,6 +92,14 @@ class Trace:
         """The run for a terminal, a line a step."""
         total = self.meta.knobs.get("num_gpu_blocks")
         return (one_line(step, total) for step in self.steps)
+
+    def fork(self, step: int, **knobs: Any) -> Trace:
+        """What if, from ``step`` on, other knobs or another ``policy`` had ruled? Simulated runs
+        only; see ``minibatch.simulate.fork``.
+        """
+        from minibatch.simulate import fork  # it needs traces itself
+
+        return fork(self, step, **knobs)
 
     # -- files --------------------------------------------------------------------------------
 

@@ -83,10 +83,8 @@ def data_table(trace: Trace, lang: str = "en", most: int = 200) -> str:
 
 def badge(meta: TraceMeta, words: Words) -> str:
     """Where the numbers come from: ``recorded on ...`` or ``cost model: ...``."""
-    hardware = meta.hardware or "?"
-    return words(f"badge.{'simulated' if meta.source == 'simulated' else 'measured'}").format(
-        hardware=hardware
-    )
+    key = "badge.simulated" if meta.source == "simulated" else "badge.measured"
+    return words(key, hardware=meta.hardware) if meta.hardware else words(f"{key}.plain")
 
 
 def key_steps(trace: Trace, most: int = 4) -> list[int]:

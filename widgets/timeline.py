@@ -261,8 +261,9 @@ class TimelineDrawing:
                 ids = getattr(record, queue)
                 row = ids.index(preemption.request_id) if preemption.request_id in ids else 0
                 target = self._queue_y(queue, min(row, rows - 1)) + 4
-                canvas.line(self.x(t), y, self.x(t), target, alarm, 1.5)
-                canvas.cross(self.x(t), y, min(5, layout.row / 3), alarm, 2)
+                x = (self.x(t) + self.x(t + 1)) / 2
+                canvas.line(x, y, x, target, alarm, 1.5)
+                canvas.cross(x, y, min(5, layout.row / 3), alarm, 2)
             for lane in facts.lanes:
                 if lane.request_id is not None:
                     lane_before[lane.request_id] = lane.slot

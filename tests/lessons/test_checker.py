@@ -144,6 +144,7 @@ def test_a_planted_fault_is_found(
     [
         ("takes 12 iterations, 1.75x, 43% and 4,000 slots.", {"12", "1.75", "43", "4000"}),
         ("14 % of 512 KiB; 0.50 is 0.5", {"14", "512", "0.5"}),
+        ("Eight requests, two queues, three ways, ninety", {"8"}),
         ("an H100, a V1, fp16, SmolLM2-135M, Llama-2-7B, int4", set()),
         ("vLLM 0.6.0 and 0.26.0; Kwon et al. 2023", set()),
         ("see lesson 02, and [step 7](http://x/99)", set()),

@@ -139,6 +139,10 @@ class LabPage:
 
     def open(self, name: str, cells: list[str]) -> None:
         self.lab.write(name, cells)
+        self.open_saved(name)
+
+    def open_saved(self, name: str) -> None:
+        """Open a notebook that lies in the folder; wait for its kernel."""
         self.name = name
         assert self.page.evaluate(READY, name), "no kernel"
 

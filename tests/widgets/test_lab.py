@@ -269,3 +269,23 @@ def test_a_notebook_that_was_not_run_shows_the_picture(lab: LabPage) -> None:
     image.wait_for()
     assert "is evicted (swap)" in image.get_attribute("alt")
     assert image.bounding_box()["width"] > 500
+
+
+def test_the_gallery_runs_from_top_to_bottom(lab: LabPage) -> None:
+    """The saved notebook, run again: pictures, learning aids, a live run that ends by itself."""
+    path = demo_traces.FOLDER.parents[1] / "notebooks" / "widgets_gallery.ipynb"
+    (lab.lab.notebooks / path.name).write_bytes(path.read_bytes())
+    lab.open_saved(path.name)
+    lab.run_all()
+    page = lab.page
+    page.wait_for_function("() => document.querySelectorAll('[data-ready=\"1\"]').length >= 6")
+    assert page.locator(".mb-series").count() == 6  # one, four, and the live one
+    assert page.get_attribute("[data-live]", "data-live") == "done"
+    page.locator(".mb-learn input").fill("20")
+    page.locator(".mb-learn input").press("Enter")
+    page.wait_for_function(
+        "() => document.querySelector('.mb-learn output').textContent.includes('20')"
+    )
+    assert lab.kernel("print(guess.guess)").strip() == "20"
+    page.locator(".mb-root").first.scroll_into_view_if_needed()
+    shot(lab, "lab-gallery")

@@ -15,7 +15,9 @@ class Series {
     const { words } = player;
     const { about } = this.trace;
     const simulated = about.source === "simulated";
-    const badge = words.say(simulated ? "badge.simulated" : "badge.measured", { hardware: about.hardware || "?" });
+    const source = simulated ? "badge.simulated" : "badge.measured";
+    const { hardware } = about;
+    const badge = words.say(hardware ? source : `${source}.plain`, { hardware });
     const head = element("div", { class: "mb-head" },
       element("strong", { class: "mb-policy", text: about.title || about.policy }),
       element("span", { class: "mb-model", text: about.model }),

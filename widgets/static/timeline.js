@@ -221,8 +221,9 @@ class Timeline {
           ? this.swapTop + row * QUEUE_ROW + 4
           : this.queueTop + (rows - 1 - row) * QUEUE_ROW + 4;
         const y = this.laneY(slot) + this.row / 2;
-        line(context, this.x(t), y, this.x(t), target, paint.colours.alarm, 1.6);
-        cross(context, this.x(t), y, Math.max(2.5, Math.min(5, this.row / 3)), paint.colours.alarm);
+        const x = (this.x(t) + this.x(t + 1)) / 2; // in the step that evicted
+        line(context, x, y, x, target, paint.colours.alarm, 1.6);
+        cross(context, x, y, Math.max(2.5, Math.min(5, this.row / 3)), paint.colours.alarm);
       }
     }
   }
