@@ -32,7 +32,11 @@ def execute(path: Path) -> NotebookNode:
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
-    notebook = nbformat.read(path, as_version=4)
+    return bake(run(nbformat.read(path, as_version=4), path.parent))
+
+
+def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Run all cells in ``folder``; outputs as they come."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -42,10 +46,10 @@ def execute(path: Path) -> NotebookNode:
         notebook,
         timeout=TIMEOUT_S,
         kernel_name="python3",
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=environment)
-    return bake(notebook)
+    return notebook
 
 
 def bake(notebook: NotebookNode) -> NotebookNode:

@@ -17,7 +17,7 @@ def gather(target: Path) -> None:
     if target.exists():
         shutil.rmtree(target)
     shutil.copytree(SOURCES, target)
-    skipped = shutil.ignore_patterns(".ipynb_checkpoints", "*.cfg", "index.ipynb")
+    skipped = shutil.ignore_patterns(".ipynb_checkpoints", "*.cfg", "*.md", "*.py", "index.ipynb")
     shutil.copytree(FOLDER, target / "notebooks", ignore=skipped)
     for name in ("README.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, target / name.lower())

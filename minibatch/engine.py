@@ -351,8 +351,8 @@ class Engine(Closing):
             # Others may build on what its part of the step computes: let it run once more,
             # unless nobody else is left in the step.
             self._doomed.add(request.request_id)
-            ids = {row.request.request_id for row in rows if row.phase != "padding"}
-            if ids - self._doomed:
+            ids = [row.request.request_id for row in rows if row.phase != "padding"]
+            if not self._doomed.issuperset(ids):
                 return
             self.scheduler.drop_rows(step.output)
             self._doomed.difference_update(ids)

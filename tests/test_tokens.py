@@ -449,10 +449,11 @@ def test_samples_evicted_at_every_step(gqa: TinyModel, variant: str, caching: bo
     """A neighbour alone (whose block may be the target of a copy), the leader alone, one of the
     others, and all together.
     """
-    jobs = family_jobs(9)
+    jobs = family_jobs(11)
     knobs = PREEMPTING[variant] | {"enable_prefix_caching": caching, "max_num_seqs": 5}
     undisturbed = drive(make_engine(gqa, **knobs), jobs)
     evicted: set[str] = set()
+    copied_beside: set[str] = set()  # what else moved in a step with copies
     for step in range(1, len(undisturbed)):
         running = running_before(undisturbed, step)
         for victims in [("a",), ("s#0",), ("s#2",), tuple(running)]:
@@ -464,7 +465,12 @@ def test_samples_evicted_at_every_step(gqa: TinyModel, variant: str, caching: bo
             assert_each_as_alone(engine, gqa, jobs)
             assert {p.request_id for p in records[step].preempted} == set(victims)
             evicted.update(victims)
+            for record in records:
+                if record.blocks_copied:
+                    copied_beside |= {"out"} if record.swapped_out else set()
+                    copied_beside |= {"in"} if record.swapped_in else set()
     assert evicted == {"a", "b", "s#0", "s#1", "s#2"}
+    assert copied_beside == ({"out", "in"} if variant == "chunked-swap" else set())
 
 
 def test_a_sample_does_not_copy_what_this_step_computes(gqa: TinyModel) -> None:
@@ -533,7 +539,7 @@ def test_a_neighbour_aborted_at_every_step(gqa: TinyModel, variant: str, caching
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_family_aborted_at_every_step(gqa: TinyModel, policy: str) -> None:
-    jobs = family_jobs(9)
+    jobs = family_jobs(11)
     knobs = POLICIES[policy] | {"enable_prefix_caching": True}
     steps = len(drive(make_engine(gqa, **knobs), jobs))
     reasons: set[str] = set()

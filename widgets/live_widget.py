@@ -13,6 +13,9 @@ from widgets.live_run import LiveRun
 from widgets.picture import PANELS, Picture
 
 
+HEARTBEAT_S = 0.2
+
+
 class Live(TraceWidget):
     """A picture with an engine behind it. Nothing runs before ``start()`` or a button.
 
@@ -103,8 +106,9 @@ class Live(TraceWidget):
 
             self.run.when_over(over)
             try:
-                if self.state not in ("done", "stopped"):  # it may have ended meanwhile
-                    await future
+                # A sleeping event loop would notice an interrupt only with its next event.
+                while not future.done() and self.state not in ("done", "stopped"):
+                    await asyncio.wait([future], timeout=HEARTBEAT_S)
             except (asyncio.CancelledError, KeyboardInterrupt):
                 self.pause()
                 raise

@@ -12,7 +12,7 @@ import pytest
 from nbformat import NotebookNode
 
 from lessons import exercise00, exercise01, exercise02, exercise03, exercise04
-from lessons.build import FOLDER, lesson_paths
+from lessons.build import FOLDER, lesson_paths, run
 from lessons.engines import run_with, submit
 from lessons.exercise import Exercise, Mistake, Verdict, call
 from minibatch import toy
@@ -54,6 +54,20 @@ def test_every_exercise_has_an_open_stub_and_a_passing_solution(path: Path) -> N
         assert plain(cell).startswith("Passed:"), name
     shown = cells(path, "exercise-")
     assert shown.keys() == stubs.keys()
+
+
+@pytest.mark.parametrize("path", LESSONS[1:], ids=[path.stem for path in LESSONS[1:]])
+def test_solutions_pass_where_a_learner_would_type_them(path: Path) -> None:
+    """The whole lesson, with every stub filled in. (00 runs a real model and is left out.)"""
+    solutions = cells(path.parent / "solutions" / path.name, "solution-")
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.id.startswith("stub-"):
+            cell.source = solutions[cell.id.removeprefix("stub-")].source
+    run(notebook, path.parent)
+    for cell in notebook.cells:
+        if cell.id.startswith("stub-"):
+            assert plain(cell).startswith("Passed:"), cell.id
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from minibatch.model import paged_cpu_attention
 from minibatch.model.attention import AttentionBackend, AttentionMetadata, PagedReferenceAttention
 from minibatch.model.config import ModelConfig
 from minibatch.model.kv_cache import KVCache
@@ -153,3 +154,67 @@ def test_sequence_of_token() -> None:
     _, meta, _, q = build(4, 2, [6, 17, 4, 12], [1, 1, 4, 5], padding=2)
     expected = [0, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3]
     assert meta.sequence_of_token(q.shape[0]).tolist() == expected
+
+
+# -- the CPU's own ways -------------------------------------------------------------------------
+
+
+def cpu_attend(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
+    return run_backend(PagedCPUAttention(q.shape[1]), cache, meta, q)
+
+
+def test_sequences_are_grouped_by_length() -> None:
+    assert split_by_length([100, 90, 95], 512) == [[0, 1, 2]]  # little padding: one group
+    assert split_by_length([2000, 10, 2000, 12], 512) == [[0, 2], [1, 3]]
+    assert split_by_length([7, 0, 9], 512) == [[0, 2]]  # nobody attends for a sequence of nothing
+    assert split_by_length([], 512) == []
+
+
+def test_a_group_copies_no_more_keys_than_the_cache_holds() -> None:
+    per_token = paged_cpu_attention.BAND_BYTES // 1000
+    groups = split_by_length([400] * 5, per_token)
+    assert groups == [[0, 1], [2, 3], [4]]
+    assert split_by_length([5000], per_token) == [[0]]  # one alone may be larger
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_give_what_one_batch_gives(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_cpu_attention, "BAND_TOKENS", 3)
+    lengths, query_lens = [6, 40, 5, 0, 39, 17, 12], [1, 1, 1, 1, 1, 1, 4]
+    assert len(split_by_length(lengths[:6], 512)) == 3
+    cache, meta, stored, q = build(6, 2, lengths, query_lens, padding=2, dtype=dtype)
+    out = cpu_attend(cache, meta, q)
+    real = [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    expected = by_hand(
+        q[real],
+        [pair for pair, length in zip(stored, lengths, strict=True) if length],
+        [length for length in lengths if length],
+        [1, 1, 1, 1, 1, 4],
+    )
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    torch.testing.assert_close(out[real].float(), expected, atol=tolerance, rtol=tolerance)
+    assert not out[3].any() and not out[10:].any()
+
+
+@pytest.mark.parametrize(("length", "queries"), [(11, 11), (30, 11), (30, 1 + 8)])
+def test_prompts_longer_than_a_tile(
+    length: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_cpu_attention, "TILE", 4)
+    cache, meta, stored, q = build(4, 2, [9, length], [1, queries])
+    torch.testing.assert_close(
+        cpu_attend(cache, meta, q), by_hand(q, stored, [9, length], [1, queries])
+    )
+
+
+def test_the_buffer_of_keys_is_kept_from_layer_to_layer_and_step_to_step() -> None:
+    cache, meta, _, q = build(4, 2, [30, 30], [1, 1])
+    backend = PagedCPUAttention(4)
+    run_backend(backend, cache, meta, q)
+    address = backend._keys.data_ptr()
+    shorter = build(4, 2, [20, 9], [1, 1])
+    for again in ((cache, meta, q), (shorter[0], shorter[1], shorter[3])):
+        run_backend(backend, *again)
+        assert backend._keys.data_ptr() == address

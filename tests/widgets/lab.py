@@ -118,7 +118,11 @@ class Lab:
     # -- notebooks ----------------------------------------------------------------------------
 
     def write(self, name: str, cells: list[str]) -> Path:
-        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
+        return self.write_book(name, [nbformat.v4.new_code_cell(text) for text in cells])
+
+    def write_book(self, name: str, cells: list[Any]) -> Path:
+        """Cells with their outputs. With a kernel named, or Lab would ask for one."""
+        book = nbformat.v4.new_notebook(cells=cells)
         book.metadata["kernelspec"] = {
             "name": "python3",
             "display_name": "Python 3",

@@ -260,8 +260,7 @@ def test_a_notebook_that_was_not_run_shows_the_picture(lab: LabPage) -> None:
     forms = Picture([demo_traces.load("swap")]).bundle()
     cell = nbformat.v4.new_code_cell("widgets.play(trace)")
     cell.outputs = [nbformat.v4.new_output("display_data", forms)]
-    book = nbformat.v4.new_notebook(cells=[cell])
-    nbformat.write(book, lab.lab.notebooks / "still.ipynb")
+    lab.lab.write_book("still.ipynb", [cell])
     lab.name = "still.ipynb"
     command = "window.jupyterapp.commands.execute('docmanager:open', { path: name })"
     lab.page.evaluate(f"async (name) => {{ await {command}; }}", lab.name)
@@ -289,3 +288,20 @@ def test_the_gallery_runs_from_top_to_bottom(lab: LabPage) -> None:
     assert lab.kernel("print(guess.guess)").strip() == "20"
     page.locator(".mb-root").first.scroll_into_view_if_needed()
     shot(lab, "lab-gallery")
+
+
+def test_interrupting_a_waiting_cell_pauses_the_run(lab: LabPage) -> None:
+    tests = str(demo_traces.FOLDER.parents[1] / "tests" / "widgets")
+    lab.open("interrupt.ipynb", [ENGINE.format(tests=tests), "await run.done()"])
+    lab.run_all(wait=False)
+    page = lab.page
+    page.wait_for_selector('.mb-root[data-live="running"]')
+    page.wait_for_function("() => Number(document.querySelector('.mb-root').dataset.have) > 3")
+    page.evaluate(
+        "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.interrupt()"
+    )
+    page.wait_for_selector('.mb-root[data-live="paused"]')
+    page.wait_for_function("() => window.ranAll === true")
+    assert lab.kernel("print(run.state, run.error)").strip() == "paused None"
+    page.click('[data-live="run"]')
+    page.wait_for_selector('.mb-root[data-live="done"]')

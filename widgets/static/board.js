@@ -27,7 +27,8 @@ class Board {
     this.door = [swaps ? 24 : 27, swaps ? 22 : 23];
     for (const [place, left, width] of this.plan) {
       const count = element("b", { "data-number": `count_${place}` });
-      const title = element("div", { class: "mb-column-head" }, words.say(`place.${place}`) + " ", count);
+      const name = element("span", { text: words.say(`place.${place}`) });
+      const title = element("div", { class: "mb-column-head" }, name, count);
       const more = element("div", { class: "mb-more" });
       const column = element("div", { class: "mb-column", "data-place": place }, title, more);
       column.style.left = `${left}%`;
