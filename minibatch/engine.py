@@ -43,6 +43,7 @@ class _Step:
     output: SchedulerOutput
     start_s: float
     schedule_s: float
+    predicted_s: float | None
     arrived: tuple[Arrival, ...]  # since the step before was decided
     refused: tuple[Refusal, ...]
 
@@ -220,7 +221,9 @@ class Engine(Closing):
         output = self.scheduler.schedule(start)
         arrived, self._arrived = tuple(self._arrived), []
         refused, self._refused = tuple(self._refused), []
-        self._pending = _Step(output, start, self.clock() - start, arrived, refused)
+        schedule_s = self.clock() - start
+        predicted_s = self.predict(output) if self.predict is not None else None
+        self._pending = _Step(output, start, schedule_s, predicted_s, arrived, refused)
         return self._pending
 
     def _take_results(self, step: _Step, sampled: dict[str, SampledToken]) -> StepRecord:
@@ -260,7 +263,7 @@ class Engine(Closing):
             start_s=step.start_s,
             duration_s=self.clock() - step.start_s,
             schedule_s=step.schedule_s,
-            predicted_s=self.predict(output) if self.predict is not None else None,
+            predicted_s=step.predicted_s,
             arrived=step.arrived,
             admitted=tuple(output.admitted),
             held_back=output.held_back,

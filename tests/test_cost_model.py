@@ -15,12 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minibatch.bounds import UniformLoad, least_seconds, uniform_bounds
-from minibatch.config import POLICY_NAMES
-from minibatch.cost_model import CostModel, StepCost
+from minibatch.clock import VirtualClock
+from minibatch.config import POLICY_NAMES, SchedulerConfig
+from minibatch.cost_model import CostModel, StepCost, output_work
+from minibatch.engine import Engine
 from minibatch.errors import ConfigError
+from minibatch.executor.simulated import SimulatedExecutor
 from minibatch.hardware import hardware
 from minibatch.metrics import chip_use, measure
 from minibatch.model.presets import preset
+from minibatch.sampling_params import SamplingParams
 from minibatch.simulate import simulate
 from minibatch.workload import RequestSpec, Segment, generate, lognormal
 
@@ -297,3 +301,20 @@ def test_the_bound_of_nothing_is_no_time() -> None:
 def test_importing_the_simulator_does_not_import_torch() -> None:
     code = "import minibatch.simulate, minibatch.audit, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_record_s_prediction_counts_the_head_of_rows_that_sample() -> None:
+    """The engine predicts a step as it was decided: afterwards no row looks as if it sampled."""
+    clock = VirtualClock()
+    executor = SimulatedExecutor(A100, clock, block_size=16)
+    engine = Engine(
+        SchedulerConfig(num_gpu_blocks=64),
+        executor,
+        clock=clock,
+        predict=lambda output: A100.cost(output_work(output, 16)).total_s,
+    )
+    engine.add_request("A", list(range(40)), SamplingParams(max_tokens=4))
+    records = list(engine.run())
+    assert len(records) == 4
+    for record in records:  # the executor's own time comes from the same model, before the update
+        assert record.predicted_s == pytest.approx(record.duration_s)

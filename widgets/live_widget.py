@@ -12,7 +12,6 @@ from widgets.columns import describe, join
 from widgets.live_run import LiveRun
 from widgets.picture import PANELS, Picture
 
-
 HEARTBEAT_S = 0.2
 
 
