@@ -8,6 +8,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 MODEL ?= smollm2-135m
 BIN := $(VENV)/bin
+# The pins are of Python 3.11; older ones take what the ranges in pyproject.toml allow.
+PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" * (sys.version_info >= (3, 11)))')
 
 .PHONY: demo test browser lint bench clean
 
@@ -38,10 +40,10 @@ clean:
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(PINS) -e .
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) $(PINS) -e '.[test]'
 	touch $@

@@ -13,6 +13,14 @@ from minibatch import toy
 SLOTS = 4
 LENGTHS = {"A": 12, "B": 3, "C": 2, "D": 4, "E": 9, "F": 2, "G": 3, "H": 1}
 SOLUTION = "notebooks/solutions/01_static_vs_continuous.ipynb"
+QUIZ = (
+    (
+        "Which line made it static?",
+        ("while group := ...", "submit(...)", "for _ in engine.run()", "SLOTS in islice"),
+        2,
+        "It waits for a whole group before the next one is handed over: a barrier.",
+    ),
+)
 CASES: tuple[tuple[tuple[int, ...], int], ...] = (
     (tuple(LENGTHS.values()), SLOTS),
     ((4, 1, 1, 1, 1), 2),

@@ -13,6 +13,21 @@ from minibatch.scheduler import ContinuousScheduler
 from minibatch.workload import RequestSpec
 
 SOLUTION = "notebooks/solutions/02_three_queues.ipynb"
+_REASONS = ("no_slot", "no_blocks", "swapped_first", "preempted_this_step")
+QUIZ = (
+    (
+        "5 blocks and a slot are free, somebody is swapped. The head of waiting meets:",
+        _REASONS,
+        2,
+        "Who was evicted comes first, however much is free.",
+    ),
+    (
+        "Nobody is swapped, 1 block is free, the head needs 2, no slot is free:",
+        _REASONS,
+        1,
+        "Memory is asked before slots, and the first no is the one on record.",
+    ),
+)
 PROMPTS = {"A": 7, "B": 4, "C": 8, "D": 3, "E": 6, "F": 3, "G": 6, "H": 6}
 OUTPUTS = {"A": 4, "B": 8, "C": 4, "D": 5, "E": 2, "F": 2, "G": 2, "H": 3}
 KNOBS = {

@@ -9,6 +9,14 @@ from lessons.exercise import Exercise, Verdict, call, failed, passed
 from minibatch.workload import RequestSpec
 
 SOLUTION = "notebooks/solutions/03_paged_kv.ipynb"
+QUIZ = (
+    (
+        "Where is memory wasted once KV is paged?",
+        ("between sequences", "in each last block", "nowhere", "in the block table"),
+        1,
+        "Equal blocks are interchangeable; only a sequence's last block can be partly empty.",
+    ),
+)
 PROMPTS = {"A": 5, "B": 3, "C": 6, "D": 2, "E": 5, "F": 4, "G": 3, "H": 6}
 OUTPUTS = {"A": 6, "B": 4, "C": 3, "D": 7, "E": 5, "F": 3, "G": 6, "H": 4}
 KNOBS = {"max_num_seqs": 8, "num_gpu_blocks": 12, "block_size": 4, "max_model_len": 24}

@@ -13,6 +13,11 @@ from minibatch.scheduler import ContinuousScheduler
 from minibatch.trace import Trace
 
 SOLUTION = "notebooks/solutions/04_preemption.ipynb"
+_COSTS = ("bytes over the link", "FLOPs", "both", "neither")
+QUIZ = (
+    ("Swapping a victim costs", _COSTS, 0, "Its KV crosses the link twice; nothing is computed."),
+    ("Recomputing it costs", _COSTS, 1, "A prefill of all its tokens; nothing is moved."),
+)
 
 
 class Victim(NamedTuple):

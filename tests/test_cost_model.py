@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from minibatch.bounds import UniformLoad, least_seconds, uniform_bounds
 from minibatch.clock import VirtualClock
 from minibatch.config import POLICY_NAMES, SchedulerConfig
-from minibatch.cost_model import CostModel, StepCost, output_work
+from minibatch.cost_model import CostModel, StepCost
 from minibatch.engine import Engine
 from minibatch.errors import ConfigError
 from minibatch.executor.simulated import SimulatedExecutor
@@ -311,7 +311,7 @@ def test_a_record_s_prediction_counts_the_head_of_rows_that_sample() -> None:
         SchedulerConfig(num_gpu_blocks=64),
         executor,
         clock=clock,
-        predict=lambda output: A100.cost(output_work(output, 16)).total_s,
+        predict=lambda output: A100.cost(A100.output_work(output, 16)).total_s,
     )
     engine.add_request("A", list(range(40)), SamplingParams(max_tokens=4))
     records = list(engine.run())
