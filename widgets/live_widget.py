@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from minibatch.trace import Trace
@@ -101,7 +102,8 @@ class Live(TraceWidget):
             future: asyncio.Future[None] = loop.create_future()
 
             def over() -> None:
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+                with suppress(RuntimeError):  # nobody waits any more: the loop is closed
+                    loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
 
             self.run.when_over(over)
             try:

@@ -10,6 +10,7 @@ import pytest
 from nbformat import NotebookNode
 
 from lessons import check
+from lessons.__main__ import main
 from lessons.build import bake, write
 from lessons.text import METADATA, from_text, to_text
 from widgets.bake import VIEW
@@ -196,3 +197,16 @@ def test_text_without_cells_or_with_an_id_twice_is_refused() -> None:
         from_text("print(1)")
     with pytest.raises(ValueError, match="twice: run"):
         from_text("--- code run\n1\n--- code run\n2\n")
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "lesson.txt"
+    source.write_text("--- markdown about\n# Title\n\n--- code run\nprint(1)\n")
+    notebook = tmp_path / "07_lesson.ipynb"
+    assert main(["read", str(source), str(notebook)]) == 0
+    assert main(["text", str(notebook)]) == 0
+    assert "--- code run\nprint(1)" in capsys.readouterr().out
+    assert main(["check", str(notebook)]) == 1
+    told = capsys.readouterr()
+    assert "headings are ; expected Claim" in told.err
+    assert "1 notebooks" in told.out

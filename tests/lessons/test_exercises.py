@@ -267,6 +267,16 @@ def test_run_with_is_simulate_with_another_scheduler() -> None:
     assert ours.steps == theirs.steps
 
 
+@pytest.mark.parametrize("path", LESSONS[1:], ids=[path.stem for path in LESSONS[1:]])
+def test_quizzes_do_not_give_their_answers_away(path: Path) -> None:
+    module = importlib.import_module(f"lessons.exercise{path.stem[:2]}")
+    source = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells)
+    assert f"widgets.quiz(exercise{path.stem[:2]}.QUIZ)" in source
+    for _, choices, answer, why in module.QUIZ:
+        assert 0 <= answer < len(choices)
+        assert why not in source
+
+
 # -- the helper itself ----------------------------------------------------------------------------
 
 

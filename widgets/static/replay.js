@@ -32,13 +32,10 @@ class Books {
     this.finishing.clear();
     this.lost.clear();
     this.taken.clear();
-    const lanes = trace.entries("lane", t);
-    const inLane = new Set();
-    for (const lane of lanes) if (lane.phase !== 4) inLane.add(lane.request);
     for (const { request, source, target, how } of trace.entries("move", t)) {
       const [from, to] = [PLACES[source], PLACES[target]];
       if (to === "finished" || to === "refused") this.reasons.set(request, trace.texts[how]);
-      if (to === "finished" && inLane.has(request)) {
+      if (to === "finished" && trace.inLane(request, t)) {
         this.finishing.add(request);
         continue;
       }
@@ -47,10 +44,11 @@ class Books {
       if (from === "running" && to === "waiting") this.context.set(request, 0);
       this.place.set(request, to);
     }
-    const ops = trace.entries("op", t);
-    this.apply(ops);
-    for (const lane of lanes) {
-      if (PHASE_NAMES[lane.phase] !== "padding") this.context.set(lane.request, lane.context);
+    this.apply(trace.entries("op", t));
+    const { lane_request: requests, lane_phase: phases, lane_context: contexts } = trace.columns;
+    const padding = PHASE_NAMES.indexOf("padding");
+    for (let i = trace.starts.lane[t]; i < trace.starts.lane[t + 1]; i++) {
+      if (phases.data[i] !== padding) this.context.set(requests.data[i], contexts.data[i]);
     }
   }
 
