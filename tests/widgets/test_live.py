@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -322,3 +324,33 @@ def test_a_page_that_comes_late_gets_everything() -> None:
     assert header["steps"] == len(run.trace)
     assert sent[1][0]["state"] == "done"
     run.close()
+
+
+def test_two_thousand_updates_leave_nothing_behind(runs: list[LiveRun]) -> None:
+    """Of an engine that keeps its newest records only, watching keeps no more."""
+    config = SchedulerConfig(num_gpu_blocks=200, max_model_len=2500, max_num_batched_tokens=2500)
+    made = Engine(config, FakeExecutor(), keep_records=50)
+    made.add_request("A", prompt_token_ids=[1], sampling_params=SamplingParams(max_tokens=2100))
+    updates = 0
+
+    def count(data: bytes, first: int, steps: int) -> None:
+        nonlocal updates
+        updates += 1
+
+    run = LiveRun(made, count, lambda state, error: None)
+    runs.append(run)
+
+    def bytes_after(number: int) -> int:
+        while updates < number:
+            run.order("step", 1)
+            assert run.wait(5)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        early, late = bytes_after(500), bytes_after(2000)
+    finally:
+        tracemalloc.stop()
+    assert updates >= 2000 and made.has_unfinished
+    assert late - early < 400_000  # about 270 bytes an update: its tokens and its place in time
