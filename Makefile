@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 # The pins are of Python 3.11; older ones take what the ranges in pyproject.toml allow.
 PINS := $(shell $(PYTHON) -c 'import sys; print("-c constraints.txt" * (sys.version_info >= (3, 11)))')
 
-.PHONY: demo test browser lint bench clean
+.PHONY: demo test browser lint lab lessons site bench clean
 
 demo: $(VENV)/.demo
 	@mkdir -p runs
@@ -31,6 +31,15 @@ browser:
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lab: $(VENV)/.test
+	$(BIN)/python -m jupyterlab notebooks/index.ipynb
+
+lessons: $(VENV)/.test
+	$(BIN)/python -m lessons build
+
+site: $(VENV)/.test
+	$(BIN)/python -m lessons site --out build/site
 
 bench: $(VENV)/.demo
 	$(BIN)/python benchmarks/smoke.py

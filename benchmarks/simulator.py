@@ -22,7 +22,7 @@ from minibatch.model.presets import preset
 from minibatch.request import Request
 from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler import make_scheduler
-from minibatch.simulate import scheduler_config, simulate
+from minibatch.simulation import scheduler_config, simulate
 from minibatch.tables import table
 from minibatch.trace import Trace
 from minibatch.workload import Workload, generate, lognormal, poisson

@@ -27,7 +27,7 @@ from minibatch.engine import Engine
 from minibatch.executor.base import SampledToken
 from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler.output import SchedulerOutput
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec
 from widgets.assets import page_js

@@ -13,7 +13,7 @@ from minibatch.hardware import hardware
 from minibatch.model.presets import preset
 from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler import Scheduler
-from minibatch.simulate import Recipe, Simulation, scheduler_config
+from minibatch.simulation import Recipe, Simulation, scheduler_config
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec, as_workload
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lessons.engines import cost_model
 from lessons.exercise import Exercise, Verdict, call, failed, passed
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec
 

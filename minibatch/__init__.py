@@ -23,6 +23,7 @@ _HOMES = {
     "CompletionOutput": "minibatch.outputs",
     "StepRecord": "minibatch.record",
     "Trace": "minibatch.trace",
+    "simulate": "minibatch.simulation",
     "ForcedPreemption": "minibatch.scheduler",
 }
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from minibatch.record import StepRecord
     from minibatch.sampling_params import SamplingParams
     from minibatch.scheduler import ForcedPreemption
+    from minibatch.simulation import simulate
     from minibatch.trace import Trace
 
 

@@ -26,7 +26,7 @@ from minibatch.hardware import hardware
 from minibatch.metrics import measure
 from minibatch.model.presets import preset
 from minibatch.reservation import KVMemory, Reservation, kv_memory, reservation
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.toy import static, utilization
 from minibatch.workload import Workload, fixed, generate, uniform
 

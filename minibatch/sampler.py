@@ -111,12 +111,12 @@ class Sampler:
         return SamplerOutput(sampled, gather_logprobs(raw, token_ids, rows))
 
 
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def largest(logits: Tensor) -> Sequence[Tensor]:
     """The largest of each row, and where it is: [R], [R]. A NaN is larger than any number."""
-    if logits.is_cpu:  # torch walks a row number by number here, numpy 16 at a time
-        token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    else:
-        token_ids = logits.argmax(dim=-1)
+    if not logits.is_cpu:
+        return logits.max(dim=-1)
+    # On a CPU torch walks along a row number by number, and numpy 16 at a time.
+    token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
     return logits.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1), token_ids
 
 

@@ -95,9 +95,9 @@ class Trace:
 
     def fork(self, step: int, **knobs: Any) -> Trace:
         """What if, from ``step`` on, other knobs or another ``policy`` had ruled? Simulated runs
-        only; see ``minibatch.simulate.fork``.
+        only; see ``minibatch.simulation.fork``.
         """
-        from minibatch.simulate import fork  # it needs traces itself
+        from minibatch.simulation import fork  # it needs traces itself
 
         return fork(self, step, **knobs)
 

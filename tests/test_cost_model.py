@@ -25,7 +25,7 @@ from minibatch.hardware import hardware
 from minibatch.metrics import chip_use, measure
 from minibatch.model.presets import preset
 from minibatch.sampling_params import SamplingParams
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.workload import RequestSpec, Segment, generate, lognormal
 
 LLAMA = preset("llama-2-7b")
@@ -299,7 +299,7 @@ def test_the_bound_of_nothing_is_no_time() -> None:
 
 
 def test_importing_the_simulator_does_not_import_torch() -> None:
-    code = "import minibatch.simulate, minibatch.audit, sys; sys.exit('torch' in sys.modules)"
+    code = "import minibatch.simulation, minibatch.audit, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -194,7 +194,7 @@ def test_metrics_of_a_request(llm: LLM) -> None:
 
 
 def test_unknown_knob_names_the_known_ones(tiny_chat_model: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown knob max_seqs.*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"unknown knob max_seqs.*max_num_seqs"):
         LLM(str(tiny_chat_model), max_seqs=4)
 
 

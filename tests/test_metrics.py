@@ -42,7 +42,7 @@ from minibatch.record import (
 )
 from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler.output import SchedulerOutput
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.tables import comparison, request_rows, table
 from minibatch.trace import Trace, TraceMeta
 from minibatch.workload import generate, lognormal, poisson, uniform

@@ -23,7 +23,7 @@ TORCH_FREE = [
     "minibatch.trace",
     "minibatch.metrics",
     "minibatch.cost_model",
-    "minibatch.simulate",
+    "minibatch.simulation",
     "minibatch.cli",
     "widgets",
 ]
@@ -47,7 +47,7 @@ def test_public_names() -> None:
 def test_every_dependency_is_pinned() -> None:
     """``constraints.txt`` pins what ``pyproject.toml`` asks for, within its range."""
     pins = dict(
-        re.match(r"([\w.-]+)==([^;\s]+)", line).groups()
+        re.match(r"([\w.-]+)==([^;\s]+)", line.lower()).groups()
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     )

@@ -10,7 +10,7 @@ from minibatch.errors import ConfigError
 from minibatch.hardware import hardware
 from minibatch.model.presets import preset
 from minibatch.reservation import kv_memory, reservation
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.workload import generate
 
 LLAMA = preset("llama-2-7b")

@@ -11,7 +11,7 @@ import pytest
 from minibatch.commands import simulate as command
 from minibatch.errors import ConfigError
 from minibatch.metrics import measure
-from minibatch.simulate import fork, simulate
+from minibatch.simulation import fork, simulate
 from minibatch.trace import Trace
 from minibatch.workload import generate
 from minibatch.workload_files import WorkloadFormatError, save_workload

@@ -22,7 +22,7 @@ from minibatch.metrics import measure
 from minibatch.model.presets import preset
 from minibatch.record import StepRecord
 from minibatch.sampling_params import SamplingParams
-from minibatch.simulate import Recipe, compare, fork, scheduler_config, simulate
+from minibatch.simulation import Recipe, compare, fork, scheduler_config, simulate
 from minibatch.toy import continuous, static
 from minibatch.trace import Trace
 from minibatch.workload import (

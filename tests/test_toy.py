@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minibatch.metrics import measure
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.toy import continuous, static, utilization
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minibatch.errors import ConfigError, MinibatchError
 from minibatch.metrics import MetricsCollector, measure
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.workload import (
     RequestSpec,
     Segment,

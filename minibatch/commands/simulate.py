@@ -19,7 +19,7 @@ from minibatch.hardware import DTYPE_BYTES, Hardware, all_hardware, hardware, me
 from minibatch.metrics import SLO, MetricsCollector, RunMetrics
 from minibatch.model.presets import PRESETS, preset
 from minibatch.record import StepRecord
-from minibatch.simulate import Recipe, Simulation, collector_paused, scheduler_config
+from minibatch.simulation import Recipe, Simulation, collector_paused, scheduler_config
 from minibatch.tables import comparison, request_rows
 from minibatch.trace import Trace
 from minibatch.workload import (

@@ -20,7 +20,7 @@ from minibatch.hardware import hardware
 from minibatch.model.presets import preset
 from minibatch.reservation import kv_memory, reservation
 from minibatch.scheduler import ContinuousScheduler
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.workload import generate, uniform
 
 LESSONS = [path for path in lesson_paths() if path.parent == FOLDER]

@@ -11,7 +11,7 @@ from typing import Any
 from minibatch.cost_model import CostModel
 from minibatch.hardware import hardware
 from minibatch.model.presets import preset
-from minibatch.simulate import Recipe, Simulation, scheduler_config, simulate
+from minibatch.simulation import Recipe, Simulation, scheduler_config, simulate
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec, Segment, as_workload
 

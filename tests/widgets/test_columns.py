@@ -65,7 +65,7 @@ def test_chunks_join_to_the_whole() -> None:
 
 
 def test_a_long_queue_is_cut_and_counted() -> None:
-    from minibatch.simulate import simulate
+    from minibatch.simulation import simulate
     from minibatch.workload import RequestSpec
 
     specs = [RequestSpec(f"r{i}", 0.0, 4, 2) for i in range(MOST_WAITING + 60)]

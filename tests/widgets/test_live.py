@@ -225,7 +225,7 @@ def test_steps_taken_before_anybody_watched_are_shown(
 
 def test_an_update_costs_little(runs: list[LiveRun], audience: Audience) -> None:
     """The target is 1 ms of CPU with sending; four times that is allowed on a busy machine."""
-    from minibatch.simulate import simulate
+    from minibatch.simulation import simulate
     from minibatch.workload import RequestSpec
     from widgets.columns import ColumnWriter
     from widgets.names import Names

@@ -188,7 +188,7 @@ def test_the_frame_never_jumps(name: str, stage: Any, demos: dict[str, Trace]) -
 
 
 def test_chips_never_overlap_and_the_rest_is_counted(stage: Any) -> None:
-    from minibatch.simulate import simulate
+    from minibatch.simulation import simulate
     from minibatch.workload import RequestSpec
 
     specs = [RequestSpec(f"{'w' * (1 + i % 4)}"[:2] + str(i), 0.0, 4, 3) for i in range(90)]
@@ -368,7 +368,7 @@ def test_keys_stay_in_the_player(stage: Any, demos: dict[str, Trace]) -> None:
 
 
 def test_a_refused_request_is_drawn(stage: Any) -> None:
-    from minibatch.simulate import simulate
+    from minibatch.simulation import simulate
     from minibatch.workload import RequestSpec
 
     specs = [RequestSpec("big", 0.0, 40, 4), RequestSpec("ok", 0.0, 4, 2)]

@@ -13,7 +13,7 @@ from typing import Any
 import demo_traces
 import pytest
 
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec
 from widgets.columns import ColumnWriter, describe

@@ -8,7 +8,7 @@ import demo_traces
 import pytest
 
 from minibatch.config import SchedulerConfig
-from minibatch.simulate import simulate
+from minibatch.simulation import simulate
 from minibatch.trace import Trace
 from minibatch.workload import RequestSpec
 from widgets.view import view
