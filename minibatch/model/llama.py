@@ -177,11 +177,11 @@ class Attention(nn.Module):
         kv_cache: KVCache,
         meta: AttentionMetadata,
     ) -> Tensor:
-        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
+        heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         # Queries and keys lie side by side and turn alike: one rotation for both.
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, k = rotate(qk, cos, sin).split((self.num_heads, self.num_kv_heads), dim=1)
-        kv_cache.store(self.index, k, v, meta.slot_mapping)
+        turned = rotate(heads[:, : -self.num_kv_heads], cos, sin)
+        q, k = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        kv_cache.store(self.index, k, heads[:, -self.num_kv_heads :], meta.slot_mapping)
         out = backend.forward(q, kv_cache, self.index, meta)  # [T, Hq, D]
         return self.o_proj(out.flatten(1))  # [T, H]
 
@@ -199,7 +199,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and len(x) > MLP_ROWS:
             return torch.cat([self(rows) for rows in x.split(MLP_ROWS)])
-        gate, up = self.gate_up_proj(x).split(self.sizes, dim=-1)  # [T, inner] each
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, inner] each
         return self.down_proj(F.silu(gate).mul_(up))
 
 

@@ -35,11 +35,12 @@ TILE = 128  # queries
 class Band:
     """One-token sequences of similar length: one batched call. B sequences, the longest of L."""
 
-    rows: Tensor | None  # int64 [B]: which packed tokens; None: the first B
+    rows: Tensor | slice  # int64 [B]: which packed tokens; a slice, if they are the first B
     key_rows: Tensor  # int64 [B * Hkv * L]: rows of the pool, seen as [slots * Hkv, D]
     value_rows: Tensor  # int64 [B * Hq * L]: the same, for each *query* head
     value_starts: Tensor  # int64 [B * Hq]: where each query head's rows begin
     mask: Tensor  # [B * Hkv, 1, L]: 0 where there is a token, -inf behind the sequence's end
+    copied: Tensor  # [B * Hkv * L, D]: where a layer's keys are copied to, and the next layer's
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Chunk:
 class Plan:
     bands: list[Band]
     chunks: list[Chunk]
+    one_band: bool  # all of the step's tokens are in one, in order: nothing to put together
 
 
 class PagedCPUAttention(AttentionBackend):
@@ -71,52 +73,43 @@ class PagedCPUAttention(AttentionBackend):
 
     def prepare(self, meta: AttentionMetadata, kv_cache: KVCache, dtype: torch.dtype) -> None:
         self._future = self._future.to(dtype)
-        bands = plan_bands(meta, kv_cache.keys[0], self.num_heads, dtype)
-        meta.plan = Plan(bands, plan_chunks(meta, kv_cache.keys[0]))
+        pool = kv_cache.keys[0]
+        groups = split_by_length(meta.seq_lens_host[: meta.num_decodes], pool[0, 0].nbytes)
+        bands = [self._plan_band(meta, group, pool, dtype) for group in groups]
+        one_band = len(groups) == 1 and len(groups[0]) == len(meta.slot_mapping)
+        meta.plan = Plan(bands, plan_chunks(meta, pool), one_band)
 
     def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
         # Both pools as [slots * Hkv, D]: a row is one head of one token.
         keys = kv_cache.keys[layer].flatten(0, 2)
         values = kv_cache.values[layer].flatten(0, 2)
+        plan = meta.plan
+        if plan.one_band:
+            return self._attend_band(q, keys, values, plan.bands[0])
         out = torch.zeros_like(q)  # padding stays 0
-        for band in meta.plan.bands:
-            self._attend_band(q, keys, values, band, out)
-        for chunk in meta.plan.chunks:
+        for band in plan.bands:
+            out[band.rows] = self._attend_band(q[band.rows], keys, values, band)
+        for chunk in plan.chunks:
             self._attend_chunk(q, keys, values, chunk, out)
         return out
 
-    def _attend_band(
-        self, q: Tensor, keys: Tensor, values: Tensor, band: Band, out: Tensor
-    ) -> None:
-        """Write the band's rows of ``out [T, Hq, D]``."""
+    def _attend_band(self, q: Tensor, keys: Tensor, values: Tensor, band: Band) -> Tensor:
+        """``q [B, Hq, D]`` to ``[B, Hq, D]``."""
         batch_heads, _, longest = band.mask.shape  # B * Hkv, 1, L
-        batch, head_dim = len(band.value_starts) // self.num_heads, q.shape[-1]
-        queries = q[:batch] if band.rows is None else q[band.rows]
-        queries = queries.reshape(batch_heads, -1, head_dim)  # [B * Hkv, G, D]
-        copied = self._copy_keys(keys, band).view(batch_heads, longest, head_dim)
-        scores = torch.baddbmm(band.mask, queries, copied.mT, alpha=head_dim**-0.5)
+        head_dim = q.shape[-1]
+        queries = q.reshape(batch_heads, -1, head_dim)  # [B * Hkv, G, D]
+        torch.index_select(keys, 0, band.key_rows, out=band.copied)
+        k = band.copied.view(batch_heads, longest, head_dim)
+        scores = torch.baddbmm(band.mask, queries, k.mT, alpha=head_dim**-0.5)
         weights = scores.softmax(dim=-1)  # [B * Hkv, G, L]
         sums, *_ = torch.embedding_bag(
             values,
             band.value_rows,
             band.value_starts,
             mode=0,  # sum
-            per_sample_weights=weights.flatten(),
+            per_sample_weights=weights.view(-1),
         )  # [B * Hq, D]
-        sums = sums.view(batch, self.num_heads, head_dim)
-        if band.rows is None:
-            out[:batch] = sums
-        else:
-            out[band.rows] = sums
-
-    def _copy_keys(self, keys: Tensor, band: Band) -> Tensor:
-        """The band's keys, ``[B * Hkv * L, D]``, in a buffer that the next call overwrites."""
-        head_dim = keys.shape[-1]
-        needed = len(band.key_rows) * head_dim
-        if self._keys.numel() < needed or self._keys.dtype is not keys.dtype:
-            self._keys = keys.new_empty(needed + needed // 4)  # sequences grow
-        copied = self._keys[:needed].view(-1, head_dim)
-        return torch.index_select(keys, 0, band.key_rows, out=copied)
+        return sums.view(q.shape)
 
     def _attend_chunk(
         self, q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, out: Tensor
@@ -140,39 +133,35 @@ class PagedCPUAttention(AttentionBackend):
             attended = torch.bmm(weights, v[:, :visible]).view(queries.shape)  # [Hkv, G, n, D]
             out[start:end] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
-
-def plan_bands(
-    meta: AttentionMetadata, pool: Tensor, num_heads: int, dtype: torch.dtype
-) -> list[Band]:
-    """The one-token sequences of a step, by length. A sequence without tokens is in no band.
-
-    Args:
-        pool: the keys of any layer, for its shape.
-    """
-    num_kv_heads, head_dim = pool.shape[2:]
-    lengths = meta.seq_lens_host[: meta.num_decodes]
-    bands = []
-    for members in split_by_length(lengths, num_kv_heads * head_dim * pool.element_size()):
-        rows = None if len(members) == meta.num_decodes else torch.tensor(members)
-        which = slice(meta.num_decodes) if rows is None else rows
-        positions = torch.arange(max(lengths[member] for member in members))  # [L]
-        live = positions < meta.seq_lens[which, None]  # [B, L]
+    def _plan_band(
+        self, meta: AttentionMetadata, group: list[int], pool: Tensor, dtype: torch.dtype
+    ) -> Band:
+        """The one-token sequences of ``group`` together. ``pool``: any layer's keys, for its shape."""
+        num_kv_heads, head_dim = pool.shape[2:]
+        everybody = len(group) == meta.num_decodes
+        rows = slice(meta.num_decodes) if everybody else torch.tensor(group)
+        positions = torch.arange(max(meta.seq_lens_host[row] for row in group))  # [L]
+        live = positions < meta.seq_lens[rows, None]  # [B, L]
         # Behind its end a sequence reads its own first token again: always written, so always a
         # number. An unwritten slot may hold NaN, and NaN times a weight of 0 is NaN.
         source = torch.where(live, positions, 0)
-        key_rows = rows_of_heads(meta.block_tables[which], source, pool)  # [B, Hkv, L]
-        value_rows = key_rows.repeat_interleave(num_heads // num_kv_heads, dim=1)  # [B, Hq, L]
+        key_rows = rows_of_heads(meta.block_tables[rows], source, pool)  # [B, Hkv, L]
+        value_rows = key_rows.repeat_interleave(self.num_heads // num_kv_heads, dim=1)
         mask = torch.zeros(live.shape, dtype=dtype).masked_fill_(~live, -torch.inf)
-        bands.append(
-            Band(
-                rows,
-                key_rows.flatten(),
-                value_rows.flatten(),
-                torch.arange(0, value_rows.numel(), len(positions)),
-                mask.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1),
-            )
+        return Band(
+            rows,
+            key_rows.flatten(),
+            value_rows.flatten(),  # of [B, Hq, L]
+            torch.arange(0, value_rows.numel(), len(positions)),
+            mask.repeat_interleave(num_kv_heads, dim=0).unsqueeze(1),
+            self._buffer(key_rows.numel() * head_dim, pool.dtype).view(-1, head_dim),
         )
-    return bands
+
+    def _buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """``size`` numbers of the buffer for copied keys; all bands use the same ones in turn."""
+        if self._keys.numel() < size or self._keys.dtype is not dtype:
+            self._keys = torch.empty(size + size // 4, dtype=dtype)  # sequences grow
+        return self._keys[:size]
 
 
 def plan_chunks(meta: AttentionMetadata, pool: Tensor) -> list[Chunk]:
