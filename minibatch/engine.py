@@ -211,8 +211,16 @@ class Engine(Closing):
             with deferred_interrupts():
                 return self._take_results(step, sampled)
 
+    @property
+    def seconds_to_wait(self) -> float:
+        """How long a step would find nothing to do, because the policy waits (``max_wait``)."""
+        now = self.clock()
+        return self.scheduler.wake_time(now) - now
+
     def run(self) -> Iterator[StepRecord]:
-        """Step until nothing is left, a record at a time."""
+        """Step until nothing is left, a record at a time. While a policy waits (``max_wait``) the
+        records are idle ones; who would rather sleep asks ``seconds_to_wait``.
+        """
         while self.has_unfinished:
             yield self.step()
 
@@ -314,8 +322,14 @@ class Engine(Closing):
             self._writer.write(record)
 
     def close(self) -> None:
-        """Give the executor's memory back and finish the trace file. Idempotent."""
+        """Give the executor's memory back and finish the trace file. Idempotent.
+
+        Aborts and refusals that no record has told yet get a last, idle one.
+        """
         if not self.closed:
+            untold = self._ended or self._refused
+            if untold and self._pending is None and not self.has_unfinished:
+                self.step()
             self.closed = True
             if self._writer is not None:
                 self._writer.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import string
+import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -86,6 +88,7 @@ class LLM(Closing):
         from minibatch.builder import build_engine  # torch, and with it seconds, only here
 
         self.engine: Engine = build_engine(make_config(model, knobs))
+        self._lock = threading.Lock()
         self._num_requests = 0
         self._news: dict[str, deque[RequestOutput]] = {}  # of requests that are streamed
 
@@ -181,7 +184,7 @@ class LLM(Closing):
     def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue prompts without running them, all or none; returns their request ids.
 
-        Whoever steps the engine (``llm.engine.step()``) then runs them.
+        ``llm.run()``, or whoever steps the engine, then runs them.
         """
         ids: list[str] = []
         try:
@@ -197,6 +200,11 @@ class LLM(Closing):
             self.forget(ids)
             raise
         return ids
+
+    def run(self) -> Iterator[StepRecord]:
+        """Run what was submitted, a record an iteration; sleeps where a policy waits."""
+        while self.engine.has_unfinished:
+            yield self._step()
 
     def forget(self, ids: Sequence[str]) -> None:
         """Forget requests, and end those that still run."""
@@ -245,12 +253,17 @@ class LLM(Closing):
         return one_by_one()
 
     def _step(self) -> StepRecord:
-        """One iteration; what is new goes to the streams that are open."""
-        record = self.engine.step()
-        for request_id, news in list(self._news.items()):
-            group = self.engine.outputs.groups.get(request_id)
-            if group is not None and group.has_news(record):
-                news.append(self.engine.outputs.output(request_id, delta=True))
+        """One iteration; what is new goes to the streams that are open.
+
+        One at a time: several streams may be read from several threads.
+        """
+        with self._lock:
+            time.sleep(self.engine.seconds_to_wait)
+            record = self.engine.step()
+            for request_id, news in list(self._news.items()):
+                group = self.engine.outputs.groups.get(request_id)
+                if group is not None and group.has_news(record):
+                    news.append(self.engine.outputs.output(request_id, delta=True))
         return record
 
     def _next_id(self) -> str:

@@ -91,7 +91,7 @@ def knobs(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(
-    max_examples=EXAMPLES or 150,
+    max_examples=EXAMPLES or 300,
     derandomize=not EXAMPLES,
     deadline=None,
     suppress_health_check=list(HealthCheck),

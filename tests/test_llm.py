@@ -11,6 +11,7 @@ import pytest
 
 from minibatch import LLM, SamplingParams
 from minibatch.errors import ConfigError, EngineClosedError, InvalidRequestError
+from minibatch.trace import Trace
 
 CHINESE = [
     "解释一下什么是分页注意力。",
@@ -225,3 +226,25 @@ def test_smollm2_answers_a_mixed_batch(smollm2: Path) -> None:
         assert "4" in outputs[1].outputs[0].text
         assert all(output.outputs[0].text for output in outputs)
         assert max(len(record.running) for record in llm.trace) == 3
+
+
+def test_waiting_for_a_batch_sleeps(tiny_chat_model: Path) -> None:
+    """``max_wait``: one idle record says what is waited for, then nothing until it is time."""
+    knobs = {"policy": "static", "max_wait": 0.3, "max_model_len": 64, "num_gpu_blocks": 32}
+    with LLM(str(tiny_chat_model), **knobs) as llm:
+        (output,) = llm.generate("Hi", SamplingParams(max_tokens=3), use_tqdm=False)
+        assert output.metrics.time_in_queue >= 0.3
+        assert len(llm.trace) <= 2 + len(output.outputs[0].token_ids)
+
+
+def test_the_last_words_reach_the_trace(tiny_chat_model: Path, tmp_path: Path) -> None:
+    llm = LLM(str(tiny_chat_model), num_gpu_blocks=8, swap_space=0)
+    llm.engine.record_to(tmp_path / "run.jsonl")
+    llm.submit(["Hi"], [SamplingParams()])
+    llm.engine.abort("A")
+    with pytest.raises(InvalidRequestError):
+        llm.generate([[5] * 500])
+    llm.close()
+    (record,) = Trace.load(tmp_path / "run.jsonl")
+    assert [finish.request_id for finish in record.finished] == ["A"]
+    assert [refusal.request_id for refusal in record.refused] == ["B"]

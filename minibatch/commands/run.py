@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             ]
             ids = llm.submit(chats, [params] * len(prompts))
         blocks = llm.engine.config.num_gpu_blocks
-        for record in llm.engine.run():
+        for record in llm.run():
             if args.show_steps:
                 print(one_line(record, blocks), file=sys.stderr if args.json else sys.stdout)
         for prompt, request_id in zip(prompts, ids, strict=True):
