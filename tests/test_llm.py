@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from minibatch import LLM, SamplingParams
 from minibatch.errors import ConfigError, EngineClosedError, InvalidRequestError
 from minibatch.trace import Trace
+
+T = TypeVar("T")
 
 CHINESE = [
     "解释一下什么是分页注意力。",
@@ -27,6 +31,12 @@ ENGLISH = [
     "List the prime numbers below thirty.",
     "Why?",
 ]
+
+
+def in_a_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it in an event loop of its own, whatever runs in this thread (a browser test may)."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +136,7 @@ def test_inside_a_running_event_loop(llm: LLM) -> None:
         assert ticks > 5  # the loop was never blocked for a whole run
         return sync, streamed
 
-    sync, streamed = asyncio.run(cell())
+    sync, streamed = in_a_loop(cell())
     assert list(streamed.values()) == sync
 
 
@@ -144,7 +154,7 @@ def test_several_async_streams_share_batches(llm: LLM) -> None:
         return await asyncio.gather(*map(read, ENGLISH))
 
     first = len(llm.trace)
-    assert asyncio.run(all_at_once()) == [output.outputs[0].token_ids for output in alone]
+    assert in_a_loop(all_at_once()) == [output.outputs[0].token_ids for output in alone]
     assert max(len(record.scheduled) for record in llm.trace.steps[first:]) > 1
 
 
