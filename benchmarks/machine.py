@@ -37,7 +37,7 @@ def describe() -> dict[str, Any]:
     return info | {
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "system": platform.platform(terse=True),
+        "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
