@@ -28,7 +28,6 @@ from minibatch.model.kv_cache import KVCache
 
 BAND_TOKENS = 256  # a further band costs as much time as so many tokens of padding
 BAND_BYTES = 16 * 2**20  # of copied keys in a band: little enough to be still in the cache
-LENGTH_STEP = 8  # lengths are rounded up to a multiple: torch prepares a kernel for each new one
 TILE = 128  # queries
 
 
@@ -137,12 +136,11 @@ class PagedCPUAttention(AttentionBackend):
     def _plan_band(
         self, meta: AttentionMetadata, group: list[int], pool: Tensor, dtype: torch.dtype
     ) -> Band:
-        """The one-token sequences of ``group``. ``pool``: any layer's keys, for its shape."""
+        """The one-token sequences of ``group`` together. ``pool``: any layer's keys, for its shape."""
         num_kv_heads, head_dim = pool.shape[2:]
         everybody = len(group) == meta.num_decodes
         rows = slice(meta.num_decodes) if everybody else torch.tensor(group)
-        longest = max(meta.seq_lens_host[row] for row in group)
-        positions = torch.arange(-(-longest // LENGTH_STEP) * LENGTH_STEP)  # [L]
+        positions = torch.arange(max(meta.seq_lens_host[row] for row in group))  # [L]
         live = positions < meta.seq_lens[rows, None]  # [B, L]
         # Behind its end a sequence reads its own first token again: always written, so always a
         # number. An unwritten slot may hold NaN, and NaN times a weight of 0 is NaN.
