@@ -56,15 +56,12 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
+def chromium(playwright: Any) -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+    yield browser
+    browser.close()
 
 
 # -- the website ----------------------------------------------------------------------------------

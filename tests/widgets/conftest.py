@@ -67,15 +67,13 @@ def demos() -> dict[str, Trace]:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
+def browser(playwright: Any) -> Iterator[Any]:
     """Chromium, once a session."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine (apt-get install chromium)")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(LAUNCH))
-        yield browser
-        browser.close()
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(LAUNCH))
+    yield browser
+    browser.close()
 
 
 def in_a_loop(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
