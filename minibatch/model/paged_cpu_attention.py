@@ -136,7 +136,7 @@ class PagedCPUAttention(AttentionBackend):
     def _plan_band(
         self, meta: AttentionMetadata, group: list[int], pool: Tensor, dtype: torch.dtype
     ) -> Band:
-        """The one-token sequences of ``group`` together. ``pool``: any layer's keys, for its shape."""
+        """The one-token sequences of ``group`` together. ``pool``: any layer's keys (its shape)."""
         num_kv_heads, head_dim = pool.shape[2:]
         everybody = len(group) == meta.num_decodes
         rows = slice(meta.num_decodes) if everybody else torch.tensor(group)
