@@ -6,8 +6,9 @@
     python benchmarks/cpu.py --workloads c1 c16 --dtypes float32 --repeats 3
 
 Every engine lives in a process of its own and runs in turn with the others, on the same weights,
-prompts and lengths, several times over; medians count. Runs during which other processes took
-more than 5 % of the cores are repeated (``--patience``), and marked if they stay so.
+prompts and lengths, several times over; medians count. A run waits until other processes leave
+the cores alone (``--wait``). Runs during which they took more than 5 % of them all the same are
+repeated (``--patience``), and marked if they stay so.
 
 Writes ``OUT.json``, ``OUT.md`` and ``OUT.svg`` (``--out``, by default benchmarks/results/cpu).
 """
@@ -31,7 +32,7 @@ import machine
 import torch
 from engines import Job, export_checkpoint
 from plot import bars
-from quiet import QUIET
+from quiet import QUIET, wait_for_quiet
 
 from minibatch.bounds import UniformLoad
 from minibatch.hardware import Hardware
@@ -194,7 +195,9 @@ class Worker:
             self.process.wait(timeout=60)
 
 
-def measure(load: Load, workers: Iterable[Worker], repeats: int, patience: int) -> Iterable[Row]:
+def measure(
+    load: Load, workers: Iterable[Worker], repeats: int, patience: int, wait_s: float
+) -> Iterable[Row]:
     """All engines on one load, in turn; a warm-up, then as many rounds as it takes."""
     rows = [(worker, Row(load.name, worker.engine, worker.dtype)) for worker in workers]
     warm_up = Load(load.name, load.title, load.jobs[: load.concurrency], load.concurrency,
@@ -206,6 +209,7 @@ def measure(load: Load, workers: Iterable[Worker], repeats: int, patience: int) 
             quiet_runs = sum((run["foreign"] or 0) < QUIET for run in row.runs)
             if turn >= repeats and quiet_runs >= repeats:
                 continue
+            wait_for_quiet(wait_s)
             result = worker.run(load)
             if result is not None:
                 row.runs.append(result)
@@ -319,6 +323,7 @@ def main() -> None:
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--patience", type=int, default=3, help="further rounds for quiet runs")
+    parser.add_argument("--wait", type=float, default=30, help="seconds at most, for quiet")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu")
     args = parser.parse_args()
@@ -327,6 +332,7 @@ def main() -> None:
     gguf = resolve(args.model)
     model = load_config(gguf)
     folder = export_checkpoint(gguf, Path("runs") / f"{gguf.stem}-safetensors")
+    wait_for_quiet(args.wait)
     info, chip = machine.describe(), machine.ceilings()
     found = loads(model.vocab_size, args.azure)
     if args.workloads:
@@ -349,7 +355,7 @@ def main() -> None:
             workers += [Worker(name, dtype, python, paths) for name in names]
         for load in found:
             fit = [w for w in workers if load.concurrency <= SLOW_AT.get(w.engine, 10**9)]
-            rows += measure(load, fit, args.repeats, args.patience)
+            rows += measure(load, fit, args.repeats, args.patience, args.wait)
             print(write(args.out, info, rows, found, chip, model, troubles), flush=True)
         troubles += [worker.trouble for worker in workers if worker.trouble]
         for worker in workers:

@@ -50,23 +50,32 @@ class Minibatch(Engine):
         )  # fmt: skip
         self.policy = policy
         self.model = build_engine(config).executor.model
+        self.engine: Any = None
+        self.made_for: tuple[int, int] | None = None
+        self.num_runs = 0
 
     def run(self, jobs: Sequence[Job], concurrency: int, shared_prefix: bool) -> list[list[int]]:
-        engine = self.engine(jobs, concurrency, shared_prefix)
-        for _ in engine.run():
-            pass
-        return [engine.output(str(i)).outputs[0].token_ids for i in range(len(jobs))]
-
-    def engine(self, jobs: Sequence[Job], concurrency: int, shared_prefix: bool) -> Any:
-        """A fresh engine over the loaded model, with the jobs queued.
-
-        The pool has the size that the jobs need, so that the process holds no more than that.
-        """
-        from minibatch.builder import engine_for
-        from minibatch.config import EngineConfig
         from minibatch.sampling_params import SamplingParams
 
         longest = max(len(job.prompt) + job.max_tokens for job in jobs)
+        # Like the peers', an engine serves several runs; but no run finds another's prefixes.
+        if self.made_for != (concurrency, longest) or shared_prefix:
+            self.engine = self.make_engine(longest, concurrency, shared_prefix)
+            self.made_for = (concurrency, longest)
+        self.num_runs += 1
+        ids = [f"{self.num_runs}.{number}" for number in range(len(jobs))]
+        for request_id, job in zip(ids, jobs, strict=True):
+            params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
+            self.engine.add_request(request_id, job.prompt, params)
+        for _ in self.engine.run():
+            pass
+        return [self.engine.output(request_id).outputs[0].token_ids for request_id in ids]
+
+    def make_engine(self, longest: int, concurrency: int, shared_prefix: bool) -> Any:
+        """An engine over the loaded model; its pool holds ``concurrency`` of the longest."""
+        from minibatch.builder import engine_for
+        from minibatch.config import EngineConfig
+
         blocks_each = -(-longest // 16) + 1
         config = EngineConfig(
             "benchmark",
@@ -78,11 +87,7 @@ class Minibatch(Engine):
             num_cpu_blocks=0,
             enable_prefix_caching=shared_prefix and self.policy in ("continuous", "unified"),
         )
-        engine = engine_for(self.model, config)
-        for number, job in enumerate(jobs):
-            params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
-            engine.add_request(str(number), job.prompt, params)
-        return engine
+        return engine_for(self.model, config)
 
 
 class TransformersGenerate(Engine):
@@ -187,6 +192,7 @@ class VllmCpu(Engine):
                 disable_log_stats=True,
             )
             self.made_for = (concurrency, shared_prefix)
+        self.llm.reset_prefix_cache()
         params = [
             SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
             for job in jobs
@@ -221,15 +227,15 @@ def make(name: str, model: str, gguf: str, dtype: str, threads: int) -> Engine:
     """An engine by name: ``minibatch`` or ``minibatch:policy``, or one of the peers.
 
     Args:
-        model: folder with safetensors; all engines but llama.cpp read it.
-        gguf: the same weights in a GGUF file.
+        model: folder with safetensors, for the peers.
+        gguf: the same weights in a GGUF file, for llama.cpp and for this project.
         dtype: ``float32``, ``bfloat16``, or ``int8`` (this project only: 8-bit matrices).
     """
     kind, _, policy = name.partition(":")
     if kind == "minibatch":
         quantization = "int8" if dtype == "int8" else None
         return Minibatch(
-            model, "float32" if quantization else dtype, policy or "continuous", quantization
+            gguf, "float32" if quantization else dtype, policy or "continuous", quantization
         )
     if kind == "llama.cpp":
         return LlamaCpp(gguf, dtype, threads)

@@ -49,6 +49,16 @@ class Stopwatch:
         self.span = Span(wall, own, foreign)
 
 
+def wait_for_quiet(limit_s: float) -> None:
+    """Return once others leave the cores alone for a second, or after ``limit_s``."""
+    end = time.perf_counter() + limit_s
+    while time.perf_counter() < end:
+        with Stopwatch() as watch:
+            time.sleep(1.0)
+        if watch.span.foreign is None or watch.span.foreign < QUIET:
+            return
+
+
 def own_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -30,6 +30,7 @@ from minibatch.executor.memory import (
 from minibatch.executor.model_runner import ModelRunner
 from minibatch.executor.release import empty_storages
 from minibatch.model.config import ModelConfig
+from minibatch.model.flat_llama import FlatLlama
 from minibatch.model.hub import resolve
 from minibatch.model.linear import can_pack, pack_linears
 from minibatch.model.llama import LlamaForCausalLM
@@ -115,7 +116,8 @@ def engine_for(
         executor = make_runner(model, kv_cache, scheduler_config, config, owns_model)
     else:
         engine_class = Engine
-        executor = ModelRunner(model, kv_cache, scheduler_config.max_model_len)
+        forward = FlatLlama(model)
+        executor = ModelRunner(model, kv_cache, scheduler_config.max_model_len, forward)
     return engine_class(
         scheduler_config,
         executor,

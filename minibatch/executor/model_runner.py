@@ -7,6 +7,7 @@ nobody.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,10 +39,18 @@ class ModelRunner:
         model: weights and forward pass.
         kv_cache: the pools that the block manager's numbers point into.
         max_model_len: longest sequence, in tokens.
+        forward: another way to compute ``model.forward``.
     """
 
-    def __init__(self, model: LlamaForCausalLM, kv_cache: KVCache, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: KVCache,
+        max_model_len: int,
+        forward: Callable[..., Tensor] | None = None,
+    ) -> None:
         self.model: LlamaForCausalLM | None = model
+        self._forward_pass: Callable[..., Tensor] | None = forward or model
         self.kv_cache: KVCache | None = kv_cache
         self.sampler = Sampler()
         self.block_size = kv_cache.block_size
@@ -62,14 +71,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop weights and pools, whoever still holds this object."""
-        self.model = self.kv_cache = None
+        self.model = self.kv_cache = self._forward_pass = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _forward(self, batch: Batch) -> Tensor:
         """Final hidden states of the packed tokens, ``[T, H]``."""
-        assert self.model is not None and self.kv_cache is not None
-        return self.model(batch.input_ids, batch.positions, self.kv_cache, batch.meta)
+        assert self._forward_pass is not None
+        return self._forward_pass(batch.input_ids, batch.positions, self.kv_cache, batch.meta)
 
     # -- before the forward pass --------------------------------------------------------------
 

@@ -81,12 +81,18 @@ class LlamaForCausalLM(nn.Module):
         Returns:
             ``[T, H]``, normed: ready for ``compute_logits``.
         """
-        self.backend.prepare(meta, kv_cache, self.dtype)
-        cos, sin = self.rotary(positions, self._prompt_len_of_token(meta, positions), self.dtype)
+        cos, sin = self.prepare(positions, kv_cache, meta)
         hidden = self.embed_tokens(input_ids)  # [T, H]
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, self.backend, kv_cache, meta)
         return self.norm(hidden)
+
+    def prepare(
+        self, positions: Tensor, kv_cache: KVCache, meta: AttentionMetadata
+    ) -> tuple[Tensor, Tensor]:
+        """What is the same in every layer: the backend's plan, cosines and sines ``[T, 1, D]``."""
+        self.backend.prepare(meta, kv_cache, self.dtype)
+        return self.rotary(positions, self._prompt_len_of_token(meta, positions), self.dtype)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary, float32 ``[R, V]``, of ``hidden [R, H]``.

@@ -28,6 +28,7 @@ from minibatch.model.kv_cache import KVCache
 
 BAND_TOKENS = 256  # a further band costs as much time as so many tokens of padding
 BAND_BYTES = 16 * 2**20  # of copied keys in a band: little enough to be still in the cache
+LENGTH_STEP = 8  # lengths are rounded up to a multiple: torch prepares a kernel for each new one
 TILE = 128  # queries
 
 
@@ -140,7 +141,8 @@ class PagedCPUAttention(AttentionBackend):
         num_kv_heads, head_dim = pool.shape[2:]
         everybody = len(group) == meta.num_decodes
         rows = slice(meta.num_decodes) if everybody else torch.tensor(group)
-        positions = torch.arange(max(meta.seq_lens_host[row] for row in group))  # [L]
+        longest = max(meta.seq_lens_host[row] for row in group)
+        positions = torch.arange(-(-longest // LENGTH_STEP) * LENGTH_STEP)  # [L]
         live = positions < meta.seq_lens[rows, None]  # [B, L]
         # Behind its end a sequence reads its own first token again: always written, so always a
         # number. An unwritten slot may hold NaN, and NaN times a weight of 0 is NaN.
