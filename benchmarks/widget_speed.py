@@ -16,12 +16,14 @@ import json
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import widgets
 from minibatch.config import SchedulerConfig
 from minibatch.engine import Engine
 from minibatch.executor.base import SampledToken
@@ -136,8 +138,8 @@ def measure_encoding(trace: Trace) -> None:
         writer.add(record)
         sizes.append(len(writer.take()))
     cpu = (time.process_time() - begin) / len(trace)
-    report("live: packing one update (CPU)", f"{1e3 * cpu:.2f} ms", "< 1 ms with sending")
-    report("live: bytes an update, median", f"{statistics.median(sizes):.0f} B")
+    report("packing a step (CPU)", f"{1e3 * cpu:.2f} ms")
+    report("bytes a step, median", f"{statistics.median(sizes):.0f} B")
 
 
 def open_page(browser: Any, folder: Path) -> Any:
@@ -161,16 +163,51 @@ def as_json(state: dict[str, Any]) -> str:
     return json.dumps({**state, "series": series})
 
 
-def measure_page(page: Any, trace: Trace) -> None:
-    text = as_json(Picture([trace]).state)
-    took = page.evaluate("(text) => mountState(text)", text)
-    report("first picture, from render() on", f"{took:.0f} ms", "< 1000 ms")
+def measure_first_picture(page: Any, trace: Trace) -> None:
+    """All that lies between a trace and its picture on the page.
+
+    ``play`` packs the steps, the mimebundle draws the still form that is saved with the notebook,
+    then the front end unpacks and draws. Left out: the wire between kernel and page.
+    """
+    begin = time.perf_counter()
+    from widgets.player_widget import Player
+
+    report("importing the widget, once a kernel", f"{1e3 * (time.perf_counter() - begin):.0f} ms")
+    begin, used = time.perf_counter(), time.process_time()
+    player = widgets.play(trace)
+    packed = time.perf_counter()
+    forms, _ = player._repr_mimebundle_()
+    still, used = time.perf_counter(), time.process_time() - used
+    assert isinstance(player, Player) and "image/png" in forms
+    took = page.evaluate("(text) => mountState(text)", as_json(player.picture.state))
+    player.close()
+    report("play(trace)", f"{1e3 * (packed - begin):.0f} ms")
+    report("the still form (HTML, PNG)", f"{1e3 * (still - packed):.0f} ms")
+    report("both, CPU", f"{1e3 * used:.0f} ms")
+    report("the page, from render() to the first picture", f"{took:.0f} ms")
+    whole = 1e3 * (still - begin) + took
+    report("first picture: all of it", f"{whole:.0f} ms", "< 1000 ms")
+
+
+def main_thread_cpu(session: Any) -> float:
+    """Seconds that the page's main thread has worked: scripts, layout, painting."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(entry["value"] for entry in metrics if entry["name"] == "TaskDuration")
+
+
+def measure_page(page: Any, steps: int = 150) -> None:
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
     for name, stride in (("the next step", 1), ("any step", 37)):
         draws = page.evaluate(DRAW_TIMES, [200, stride])
         report(f"drawing {name} (script only), median / p95", summary(draws))
     for how in ("key", "slider"):
-        times = page.evaluate(STEP_TIMES, [how, 150])
+        page.evaluate(STEP_TIMES, [how, 20])
+        before = main_thread_cpu(session)
+        times = page.evaluate(STEP_TIMES, [how, steps])
+        cpu = (main_thread_cpu(session) - before) / steps
         report(f"a step by {how} -> drawn, median / p95", summary(times), "median < 20 ms")
+        report(f"a step by {how}, main thread's CPU", f"{1e3 * cpu:.1f} ms", "< 16.7 ms: a frame")
     for speed in (30, 60):
         steps, frames = page.evaluate(PLAY, [speed, 4])
         report(f"play at {speed} steps/s", f"{steps:.0f} at {frames:.0f} fps", ">= 30 steps/s")
@@ -225,19 +262,76 @@ class SleepingExecutor:
     def close(self) -> None: ...
 
 
+def sleeping_engine(rows: int, step_s: float, steps: int) -> Engine:
+    """``rows`` requests, all admitted at once, of ``steps`` tokens each."""
+    config = SchedulerConfig(num_gpu_blocks=4000, max_num_seqs=rows, max_model_len=1024)
+    made = Engine(config, SleepingExecutor(step_s))
+    for i in range(rows):
+        made.add_request(
+            f"r{i}",
+            prompt_token_ids=[1] * 16,
+            sampling_params=SamplingParams(max_tokens=steps, ignore_eos=True),
+        )
+    return made
+
+
+KERNEL = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import widgets, widget_speed
+run = widgets.live(widget_speed.sleeping_engine(128, 0.012, 900))
+spent, sent = [0.0], [0]
+
+def timed(act, counts):
+    def wrapper(*args):
+        begin = time.thread_time()
+        try:
+            return act(*args)
+        finally:
+            spent[0] += time.thread_time() - begin
+            sent[0] += counts
+    return wrapper
+
+inner = run.run
+inner.writer.add = timed(inner.writer.add, 0)
+inner.writer.take = timed(inner.writer.take, 0)
+inner._send = timed(inner._send, 1)
+run.start()
+time.sleep(1)
+spent[0], sent[0], steps = 0.0, 0, len(run.trace)
+time.sleep({seconds})
+print(spent[0] / sent[0], sent[0] / {seconds}, (len(run.trace) - steps) / {seconds})
+run.stop()
+"""
+
+
+def measure_live_kernel(seconds: float = 5) -> None:
+    """In a kernel of its own: what an update costs the engine's thread, sending included."""
+    try:
+        from jupyter_client.manager import start_new_kernel
+    except ImportError:
+        print("no jupyter_client: live updates of a kernel are not measured")
+        return
+    manager, client = start_new_kernel(stderr=subprocess.DEVNULL)
+    told: list[str] = []
+    try:
+        code = KERNEL.format(folder=str(Path(__file__).parent), seconds=seconds)
+        client.execute_interactive(
+            code, output_hook=lambda message: told.append(message["content"].get("text", ""))
+        )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    cpu, updates, steps = map(float, "".join(told).split())
+    report("live, 128 rows: packing and sending an update (CPU)", f"{1e3 * cpu:.2f} ms", "< 1 ms")
+    report("live: steps and updates a second", f"{steps:.0f}/s, {updates:.0f}/s", "30 updates/s")
+
+
 def watched_and_alone(step_s: float = 0.02, rounds: int = 4, steps: int = 60) -> float:
     """How much longer an engine takes when it is watched, in turns with and without."""
 
     def engine() -> Engine:
-        config = SchedulerConfig(num_gpu_blocks=2000, max_num_seqs=64, max_model_len=512)
-        made = Engine(config, SleepingExecutor(step_s))
-        for i in range(64):
-            made.add_request(
-                f"r{i}",
-                prompt_token_ids=[1] * 16,
-                sampling_params=SamplingParams(max_tokens=steps, ignore_eos=True),
-            )
-        return made
+        return sleeping_engine(64, step_s, steps)
 
     alone, watched, cpu = [], [], []
     for _ in range(rounds):
@@ -272,6 +366,7 @@ def main() -> int:
     report("encode(trace)", f"{time.perf_counter() - begin:.2f} s")
     measure_encoding(trace)
     watched_and_alone()
+    measure_live_kernel()
     chromium = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright
@@ -285,7 +380,8 @@ def main() -> int:
             executable_path=chromium, args=["--no-sandbox", "--enable-precise-memory-info"]
         )
         page = open_page(browser, Path(folder))
-        measure_page(page, trace)
+        measure_first_picture(page, trace)
+        measure_page(page)
         measure_live_page(page, trace)
         browser.close()
     return 0

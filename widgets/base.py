@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -10,6 +11,7 @@ import traitlets
 
 from widgets import registry
 from widgets.assets import player_css, player_esm
+from widgets.picture import Picture
 
 
 class TraceWidget(anywidget.AnyWidget):
@@ -41,12 +43,23 @@ class TraceWidget(anywidget.AnyWidget):
         if isinstance(layout, ipywidgets.Layout):
             layout.close()
 
-    def still_forms(self) -> dict[str, str]:
-        """What shows without a kernel."""
+    def still(self) -> Picture:
+        """What it shows now, without a kernel."""
         raise NotImplementedError
 
+    def to_html(self, path: str | Path | None = None) -> str:
+        """A page of its own: works from a disk, without a network or a kernel."""
+        return self.still().to_html(path)
+
+    def svg(self, theme: str = "light") -> str:
+        """Key steps and the whole timeline."""
+        return self.still().svg(theme)
+
+    def png(self) -> bytes:
+        return self.still().png()
+
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        forms: dict[str, Any] = dict(self.still_forms())
+        forms: dict[str, Any] = dict(self.still().bundle())
         if self.comm is not None:
             forms["application/vnd.jupyter.widget-view+json"] = {
                 "version_major": 2,

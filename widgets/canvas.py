@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from html import escape
 from itertools import pairwise
+from math import floor
 from typing import NamedTuple
 
 import numpy as np
@@ -304,56 +305,52 @@ class PixelCanvas(Canvas):
         if anchor != "start":
             x -= self.measure(text, size) * (0.5 if anchor == "middle" else 1)
         unit = size * _GRID * self.scale
-        pen = x * self.scale
-        base = round(y * self.scale) - 6 * unit
+        pen, base = x * self.scale, round(y * self.scale)
         weight = max(1.2, size * self.scale * (0.115 if bold else 0.085))
-        segments = []
+        covers = []
         for character in text:
             # On whole pixels, so that a letter looks the same wherever it stands (and packs well).
-            left = round(pen) + 0.5
-            for line in glyph(character)[0]:
-                points = [(left + px * unit, base + py * unit) for px, py in line]
-                segments += pairwise(points)
+            if character != " ":
+                cover, left, top = _letter_cover(character, unit, weight)
+                covers.append((cover, round(pen) + left, base + top))
             pen += _advance(character) * unit
-        self._segments(segments, weight, fill)
+        self._stain(covers, fill)
 
-    def _segments(self, segments: list, width: float, colour: str) -> None:
-        """Round-ended strokes, smoothed at their edges; overlaps are painted once."""
-        if not segments:
+    def _segments(self, segments: list[Segment], width: float, colour: str) -> None:
+        """Round-ended strokes, smoothed at their edges."""
+        self._stain([_cover(segments, width)], colour)
+
+    def _stain(self, covers: list[Cover], colour: str) -> None:
+        """Mix a colour in, as far as it covers; overlaps are painted once."""
+        if not covers:
             return
-        margin = width / 2 + 1
-        xs = [x for segment in segments for x, _ in segment]
-        ys = [y for segment in segments for _, y in segment]
+        left = min(left for _, left, _ in covers)
+        top = min(top for _, _, top in covers)
+        right = max(left + cover.shape[1] for cover, left, _ in covers)
+        bottom = max(top + cover.shape[0] for cover, _, top in covers)
+        whole = np.zeros((bottom - top, right - left), dtype=np.float32)
+        for cover, x, y in covers:
+            part = whole[y - top : y - top + cover.shape[0], x - left : x - left + cover.shape[1]]
+            np.maximum(part, cover, out=part)
         height, breadth = self.pixels.shape[:2]
-        left, right = max(0, int(min(xs) - margin)), min(breadth, int(max(xs) + margin) + 2)
-        top, bottom = max(0, int(min(ys) - margin)), min(height, int(max(ys) + margin) + 2)
-        if left >= right or top >= bottom:
+        x1, y1, x2, y2 = max(left, 0), max(top, 0), min(right, breadth), min(bottom, height)
+        if x1 >= x2 or y1 >= y2:
             return
-        cover = np.zeros((bottom - top, right - left), dtype=np.float32)
-        for (x1, y1), (x2, y2) in segments:
-            x0, x9 = max(left, int(min(x1, x2) - margin)), int(max(x1, x2) + margin) + 2
-            y0, y9 = max(top, int(min(y1, y2) - margin)), int(max(y1, y2) + margin) + 2
-            part = cover[y0 - top : y9 - top, x0 - left : x9 - left]
-            if part.size == 0:
-                continue
-            py, px = np.mgrid[y0 : y0 + part.shape[0], x0 : x0 + part.shape[1]]
-            dx, dy = x2 - x1, y2 - y1
-            along = ((px + 0.5 - x1) * dx + (py + 0.5 - y1) * dy) / max(dx * dx + dy * dy, 1e-9)
-            along = np.clip(along, 0, 1)
-            far = np.hypot(px + 0.5 - x1 - along * dx, py + 0.5 - y1 - along * dy)
-            np.maximum(part, np.clip(width / 2 + 0.5 - far, 0, 1), out=part)
-        # In few steps, so that the picture keeps to a small palette.
-        cover = np.round(cover * 4)[..., None] / 4
-        box = self.pixels[top:bottom, left:right]
-        box[:] = (box * (1 - cover) + np.array(channels(colour)) * cover + 0.5).astype(np.uint8)
+        seen = whole[y1 - top : y2 - top, x1 - left : x2 - left, None]
+        box = self.pixels[y1:y2, x1:x2]
+        box[:] = (box * (1 - seen) + np.array(channels(colour)) * seen + 0.5).astype(np.uint8)
 
     def to_png(self) -> bytes:
         """The finished picture: with a palette where 256 colours suffice."""
         height, width = self.pixels.shape[:2]
         packed = self.pixels.astype(np.uint32) @ np.array([65536, 256, 1], dtype=np.uint32)
-        colours, indices = np.unique(packed, return_inverse=True)
+        used = np.zeros(1 << 24, dtype=bool)  # faster than to sort a million pixels
+        used[packed] = True
+        colours = np.flatnonzero(used)
         if len(colours) <= 256:
-            kind, rows = 3, indices.reshape(height, width).astype(np.uint8)
+            numbers = np.empty(1 << 24, dtype=np.uint8)
+            numbers[colours] = np.arange(len(colours))
+            kind, rows = 3, numbers[packed]
             table = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1)
             palette = _chunk(b"PLTE", table.astype(np.uint8).tobytes())
         else:
@@ -370,6 +367,40 @@ class PixelCanvas(Canvas):
 
 
 _GRID = 0.118  # grid units to font sizes: capitals are 0.71 of the size, as in most fonts
+
+
+Segment = tuple[tuple[float, float], tuple[float, float]]
+Cover = tuple[np.ndarray, int, int]  # how far each pixel is covered (0 to 1); left, top
+
+
+def _cover(segments: list[Segment], width: float) -> Cover:
+    """What strokes of a round pen cover."""
+    margin = width / 2 + 1
+    xs = [x for segment in segments for x, _ in segment]
+    ys = [y for segment in segments for _, y in segment]
+    left, right = floor(min(xs) - margin), floor(max(xs) + margin) + 2
+    top, bottom = floor(min(ys) - margin), floor(max(ys) + margin) + 2
+    cover = np.zeros((bottom - top, right - left), dtype=np.float32)
+    for (x1, y1), (x2, y2) in segments:
+        x0, x9 = floor(min(x1, x2) - margin), floor(max(x1, x2) + margin) + 2
+        y0, y9 = floor(min(y1, y2) - margin), floor(max(y1, y2) + margin) + 2
+        px, py = np.arange(x0, x9) + 0.5 - x1, np.arange(y0, y9)[:, None] + 0.5 - y1
+        dx, dy = x2 - x1, y2 - y1
+        along = np.clip((px * dx + py * dy) / max(dx * dx + dy * dy, 1e-9), 0, 1)
+        far = np.hypot(px - along * dx, py - along * dy)
+        part = cover[y0 - top : y9 - top, x0 - left : x9 - left]
+        np.maximum(part, np.clip(width / 2 + 0.5 - far, 0, 1), out=part)
+    # In few steps, so that the picture keeps to a small palette.
+    return np.round(cover * 4) / 4, left, top
+
+
+@cache
+def _letter_cover(character: str, unit: float, weight: float) -> Cover:
+    """A letter whose left edge is at pixel 0 and whose base line is below pixel row -1."""
+    segments: list[Segment] = []
+    for line in glyph(character)[0]:
+        segments += pairwise([(0.5 + x * unit, (y - 6) * unit) for x, y in line])
+    return _cover(segments, weight)
 
 
 def _advance(character: str) -> float:

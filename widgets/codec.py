@@ -10,26 +10,44 @@ from __future__ import annotations
 import gzip
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 MAGIC = b"MBT1"
+Column = tuple[str, Sequence[Any]]  # dtype, numbers
+
+_CODES = {"u1": ("B", 1), "u2": ("H", 2), "i4": ("i", 4), "f4": ("f", 4), "f8": ("d", 8)}
+_as_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 DTYPES = {"u1": np.uint8, "u2": np.uint16, "i4": np.int32, "f4": np.float32, "f8": np.float64}
 
 
-def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> bytes:
-    """One block of bytes; the same input always gives the same."""
-    listed = [[name, array.dtype.str[1:], array.size] for name, array in columns.items()]
-    text = json.dumps(
-        {**header, "columns": listed}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
-    parts = [MAGIC, struct.pack("<I", len(text)), text, b" " * (-(8 + len(text)) % 8)]
-    for array in columns.values():
-        data = array.tobytes()
-        parts += [data, b"\0" * (-len(data) % 8)]
-    return b"".join(parts)
+def pack(header: Mapping[str, Any], columns: Mapping[str, Column]) -> bytes:
+    """One block of bytes; the same input always gives the same.
+
+    A live run packs a few numbers 30 times a second: one call for all of them, and no array each.
+    """
+    sizes = tuple((name, dtype, len(values)) for name, (dtype, values) in columns.items())
+    listed, layout = _layout(sizes)
+    told = f'{_as_json(header)[:-1]}{"," if header else ""}"columns":{listed}}}'
+    text = told.encode()
+    padding = b" " * (-(8 + len(text)) % 8)
+    data = struct.pack(layout, *chain.from_iterable(values for _, values in columns.values()))
+    return b"".join((MAGIC, struct.pack("<I", len(text)), text, padding, data))
+
+
+@lru_cache(64)
+def _layout(columns: tuple[tuple[str, str, int], ...]) -> tuple[str, str]:
+    """(how the header tells it, how ``struct`` packs it). Often as it was a moment ago."""
+    layout = ["<"]
+    for _, dtype, count in columns:
+        if count:
+            code, size = _CODES[dtype]
+            layout.append(f"{count}{code}{-count * size % 8}x")
+    return _as_json(columns), "".join(layout)
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

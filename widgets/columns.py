@@ -14,7 +14,7 @@ import numpy as np
 
 from minibatch.record import HELD_BACK_REASONS, StepRecord
 from minibatch.trace import Trace, TraceMeta
-from widgets.codec import pack, squeeze, unpack
+from widgets.codec import Column, pack, squeeze, unpack
 from widgets.names import Names
 from widgets.replay import PHASES, PLACES, Facts, Replay
 from widgets.view import block_size, narrator
@@ -66,13 +66,13 @@ RUN_COLUMNS = {
     "op": ("kind", "request", "block"),
 }
 _NARROW = {
-    "lane_slot": "<u2",
+    "lane_slot": "u2",
     "lane_phase": "u1",
     "move_source": "u1",
     "move_target": "u1",
     "op_kind": "u1",
 }
-_LANE_WIDTH = len(RUN_COLUMNS["lane"])
+_DTYPES = {f"{run}_{part}": "i4" for run, parts in RUN_COLUMNS.items() for part in parts} | _NARROW
 
 
 class ColumnWriter:
@@ -97,7 +97,9 @@ class ColumnWriter:
 
     def _clear(self) -> None:
         self._steps: list[tuple] = []
-        self._runs: dict[str, list[int]] = {name: [] for name in RUN_COLUMNS}
+        self._runs: dict[str, dict[str, list[int]]] = {
+            name: {part: [] for part in parts} for name, parts in RUN_COLUMNS.items()
+        }
         self._counts: dict[str, list[int]] = {name: [] for name in RUN_COLUMNS}
         self._clauses: list[list[str]] = []
         self._requests: list[list[Any]] = []
@@ -120,16 +122,15 @@ class ColumnWriter:
 
     def take(self) -> bytes:
         """The steps since the last call, packed."""
-        columns: dict[str, np.ndarray] = {}
-        values = list(zip(*self._steps, strict=True)) or [()] * len(STEP_COLUMNS)
-        for (name, dtype), column in zip(STEP_COLUMNS.items(), values, strict=True):
-            columns[name] = np.array(column, dtype=f"<{dtype}")
-        for name, parts in RUN_COLUMNS.items():
-            columns[f"{name}_n"] = np.array(self._counts[name], dtype="<i4")
-            table = np.array(self._runs[name], dtype="<i4").reshape(-1, len(parts))
-            for index, part in enumerate(parts):
-                dtype = _NARROW.get(f"{name}_{part}", "<i4")
-                columns[f"{name}_{part}"] = table[:, index].astype(dtype)
+        columns: dict[str, Column] = {}
+        steps = list(zip(*self._steps, strict=True)) or [()] * len(STEP_COLUMNS)
+        for (name, dtype), values in zip(STEP_COLUMNS.items(), steps, strict=True):
+            columns[name] = dtype, values
+        for name, parts in self._runs.items():
+            columns[f"{name}_n"] = "i4", self._counts[name]
+            for part, entries in parts.items():
+                name_of_column = f"{name}_{part}"
+                columns[name_of_column] = _DTYPES[name_of_column], entries
         header = {
             "steps": len(self._steps),
             "clauses": self._clauses,
@@ -173,31 +174,40 @@ class ColumnWriter:
 
     def _add_runs(self, facts: Facts) -> None:
         record, runs, counts, index = facts.record, self._runs, self._counts, self.names.index
-        lanes = runs["lane"]
-        before = len(lanes)
-        for slot, name, phase, new, context, padding in facts.lanes:
-            if name not in self._known:
+        rows, lanes = facts.rows, runs["lane"]
+        if not self._known.issuperset(rows.request_id):
+            for name in rows.request_id:
                 self._number(name)
-            lanes += (index[name], slot, _PHASE_CODES[phase], new, context, padding)
-        counts["lane"].append((len(lanes) - before) // _LANE_WIDTH)
+        lanes["request"] += map(index.__getitem__, rows.request_id)
+        lanes["slot"] += rows.slot
+        lanes["phase"] += map(_PHASE_CODES.__getitem__, rows.phase)
+        lanes["new"] += rows.num_tokens
+        lanes["context"] += rows.context_len
+        lanes["padding"] += rows.num_padding_tokens
+        counts["lane"].append(len(rows.slot))
         for key, queue in (("waiting", record.waiting[:MOST_WAITING]), ("swapped", record.swapped)):
-            runs[key] += [self._number(name) for name in queue]
+            runs[key]["request"] += [self._number(name) for name in queue]
             counts[key].append(len(queue))
         for move in facts.moves:
             source, target = PLACES.index(move.source), PLACES.index(move.target)
-            runs["move"] += (self._number(move.request_id), source, target, self._text(move.how))
+            how = self._text(move.how)
+            self._append("move", self._number(move.request_id), source, target, how)
         counts["move"].append(len(facts.moves))
         for p in record.preempted:
             culprit = -1 if p.victim_of is None else self._number(p.victim_of)
             mode = self._text(p.mode)
-            runs["evict"] += (self._number(p.request_id), mode, culprit, p.needed, p.free)
+            self._append("evict", self._number(p.request_id), mode, culprit, p.needed, p.free)
         counts["evict"].append(len(record.preempted))
         self._add_ops(facts)
 
+    def _append(self, run: str, *entry: int) -> None:
+        for column, value in zip(self._runs[run].values(), entry, strict=True):
+            column.append(value)
+
     def _add_ops(self, facts: Facts) -> None:
         record, moves = facts.record, facts.block_moves
-        ops = self._runs["op"]
-        before = len(ops)
+        kinds, requests, touched = self._runs["op"].values()
+        before = len(kinds)
         for kind, tables in (
             (GAINED, moves.gained),
             (LOST, moves.lost),
@@ -206,16 +216,19 @@ class ColumnWriter:
             (CPU_LOST, record.cpu_blocks_freed),
         ):
             for name, blocks in tables.items():
-                number = self._number(name)
-                for block in blocks:
-                    ops += (kind, number, block)
+                kinds += [kind] * len(blocks)
+                requests += [self._number(name)] * len(blocks)
+                touched += blocks
             if kind == GAINED:
                 for name, old, new in moves.replaced:
-                    number = self._number(name)
-                    ops += (REPLACED_OLD, number, old, REPLACED_NEW, number, new)
-        for block in record.blocks_cached:
-            ops += (CACHED, -1, block)
-        self._counts["op"].append((len(ops) - before) // 3)
+                    kinds += (REPLACED_OLD, REPLACED_NEW)
+                    requests += [self._number(name)] * 2
+                    touched += (old, new)
+        cached = record.blocks_cached
+        kinds += [CACHED] * len(cached)
+        requests += [-1] * len(cached)
+        touched += cached
+        self._counts["op"].append(len(kinds) - before)
 
     def _add_step(self, facts: Facts, idle_before: int) -> None:
         record, totals, held = facts.record, self.replay.state.totals, facts.record.held_back
@@ -306,7 +319,8 @@ def join(chunks: Sequence[bytes]) -> bytes:
     }
     steps = sum(header["steps"] for header in headers)
     joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-    return pack({"steps": steps, **lists}, joined)
+    packed = {name: (array.dtype.str[1:], array.tolist()) for name, array in joined.items()}
+    return pack({"steps": steps, **lists}, packed)
 
 
 def num_lanes(trace: Trace) -> int:

@@ -54,6 +54,7 @@ class LiveRun:
         self.error: BaseException | None = None
         self.writer = ColumnWriter(self.engine.trace.meta, Names(), lang)
         self.num_sent = 0
+        self._fresh: list[StepRecord] = []  # not packed yet
         self._records: Iterator[StepRecord] | None = None
         if source is not self.engine and callable(getattr(source, "run", None)):
             self._records = source.run()
@@ -62,7 +63,7 @@ class LiveRun:
         self._make_request = make_request or some_request
         self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._steps_left = 0.0  # infinite while running
-        self._last_update = 0.0
+        self._next_update = 0.0
         self._next_step = 0.0
         self._rested = threading.Event()  # nothing is going on
         self._listeners: list[Callable[[], None]] = []
@@ -158,11 +159,11 @@ class LiveRun:
             self._change("done")
             self._over()
             return
-        self.writer.add(record)
+        self._fresh.append(record)
         self._steps_left -= 1
         if self.speed:
             self._next_step = max(self._next_step + 1 / self.speed, now - 1 / self.speed)
-        if now - self._last_update >= 1 / UPDATES_PER_S:
+        if now >= self._next_update:
             self._flush()
 
     def _next_record(self) -> StepRecord | None:
@@ -174,10 +175,16 @@ class LiveRun:
         return self.engine.step() if self.engine.has_unfinished else None
 
     def _flush(self) -> None:
+        # All at once: after a step of the model, caches have forgotten the first, not the others.
+        fresh, self._fresh = self._fresh, []
+        for record in fresh:
+            self.writer.add(record)
         count = self.writer.pending
         if count:
             first, self.num_sent = self.num_sent, self.num_sent + count
-            self._last_update = time.perf_counter()
+            # By the clock, so that steps of any length give as many updates a second.
+            earliest = time.perf_counter() - 1 / UPDATES_PER_S
+            self._next_update = max(self._next_update, earliest) + 1 / UPDATES_PER_S
             self._send(self.writer.take(), first, count)
 
     def _change(self, state: str, error: str = "") -> None:

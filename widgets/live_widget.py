@@ -160,8 +160,8 @@ class Live(TraceWidget):
             self.send({"kind": "append", "from": have, "n": self.run.num_sent - have}, [data])
         self._tell(self.state, "" if self.error is None else str(self.error))
 
-    def still_forms(self) -> dict[str, str]:
-        return Picture([self.trace], lang=self.lang, panels=tuple(self.panels)).bundle()
+    def still(self) -> Picture:
+        return Picture([self.trace], lang=self.lang, panels=tuple(self.panels))
 
     def __repr__(self) -> str:
         trace = self.trace

@@ -12,6 +12,7 @@ from widgets import page, static
 from widgets.columns import describe, encode
 from widgets.names import Names
 from widgets.replay import history
+from widgets.timeline import TimelinePlan, plan
 from widgets.view import view
 from widgets.words import Words
 
@@ -88,11 +89,11 @@ class Picture:
         told = " ".join(static.alt_text(trace, self.words.lang) for trace in self.traces)
         return told if len(told) <= LONGEST_ALT else told[: LONGEST_ALT - 2] + " …"
 
-    def png(self) -> bytes:
-        return static.png(*self.traces, axis=self.axis, scale=1)
+    def png(self, plans: list[TimelinePlan] | None = None) -> bytes:
+        return static.png(*self.traces, axis=self.axis, scale=1, plans=plans)
 
-    def timeline_png(self) -> bytes:
-        return static.png(*self.traces, axis=self.axis, scale=1, strip=False)
+    def timeline_png(self, plans: list[TimelinePlan] | None = None) -> bytes:
+        return static.png(*self.traces, axis=self.axis, scale=1, strip=False, plans=plans)
 
     def svg(self, theme: str = "light") -> str:
         return static.film_strip_svg(
@@ -108,7 +109,8 @@ class Picture:
 
     def bundle(self) -> dict[str, str]:
         """The saved forms of an output cell, none of which needs a kernel."""
-        picture = self.png()
+        plans = [plan(trace) for trace in self.traces]  # of a long run the dearest part
+        picture = self.png(plans)
         size = sum(len(entry["data"]) for entry in self.state["series"])
         if size <= LARGEST_DATA:
             html = page.snippet(self.state, picture, self.alt())
@@ -117,7 +119,7 @@ class Picture:
         forms = {"text/plain": self.text(), "text/html": html}
         if len(self.traces) == 1:
             # For viewers that know no HTML: the timeline alone, since the whole is in the HTML.
-            forms["image/png"] = base64.b64encode(self.timeline_png()).decode()
+            forms["image/png"] = base64.b64encode(self.timeline_png(plans)).decode()
         return forms
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from widgets.base import TraceWidget
 from widgets.picture import Picture
 
@@ -19,19 +17,8 @@ class Player(TraceWidget):
         self.picture = picture
         super().__init__(picture.state, key)
 
-    def still_forms(self) -> dict[str, str]:
-        return self.picture.bundle()
-
-    def to_html(self, path: str | Path | None = None) -> str:
-        """A page of its own: works from a disk, without a network or a kernel."""
-        return self.picture.to_html(path)
-
-    def svg(self, theme: str = "light") -> str:
-        """Key steps and the whole timeline."""
-        return self.picture.svg(theme)
-
-    def png(self) -> bytes:
-        return self.picture.png()
+    def still(self) -> Picture:
+        return self.picture
 
     def __repr__(self) -> str:
         return self.picture.text()

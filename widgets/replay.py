@@ -7,6 +7,7 @@ books now and then, so that any earlier step is found again without starting ove
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,23 @@ class Lane(NamedTuple):
     num_tokens: int = 0
     context_len: int = 0
     num_padding_tokens: int = 0
+
+
+class LaneRows(NamedTuple):
+    """Many lanes, a list a field of ``Lane``: a step of a live run must not cost much."""
+
+    slot: list[int]
+    request_id: list[str]
+    phase: list[str]
+    num_tokens: list[int]
+    context_len: list[int]
+    num_padding_tokens: list[int]
+
+    def tokens_of(self, *phases: str) -> int:
+        if not any(phase in self.phase for phase in phases):
+            return 0
+        pairs = zip(self.phase, self.num_tokens, strict=True)
+        return sum(tokens for phase, tokens in pairs if phase in phases)
 
 
 class Move(NamedTuple):
@@ -142,12 +160,18 @@ class Facts:
 
     t: int
     record: StepRecord
-    lanes: list[Lane]  # the occupied ones
+    rows: LaneRows  # the occupied lanes
+    took_part: set[str]  # requests that the model ran
     moves: list[Move]
     block_moves: BlockMoves
     evicted: dict[str, tuple[int, int, bool]]  # (tokens with KV, blocks, is it the newest)
     prefix_hits: int
     num_released: int = 0  # blocks that came free once the model had run
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """The occupied lanes, one by one."""
+        return [Lane(*row) for row in zip(*self.rows, strict=True)]
 
 
 class Replay:
@@ -178,26 +202,20 @@ class Replay:
                 self._leave(finish.request_id, finish.reason, moves)
         self._admit(record, moves)
         self._move_blocks(record, moves_of_blocks)
-        lanes = self._lanes(record)
+        rows = self._rows(record, took_part)
         hits = sum(admission.prefix_hit_tokens for admission in record.admitted)
-        facts = Facts(self.t, record, lanes, moves, moves_of_blocks, evicted, hits)
+        facts = Facts(self.t, record, rows, took_part, moves, moves_of_blocks, evicted, hits)
         self._count(record, facts)
         return facts
 
     def end(self, facts: Facts) -> None:
         """The model has run: tokens arrive, whoever is done leaves."""
         record, state = facts.record, self.state
-        now = record.start_s + record.duration_s
-        for request_id, tokens in record.sampled.items():
-            request = state.requests.get(request_id)
-            if request is not None:
-                self._receive(request, len(tokens), now)
-        took_part = {row.request_id for row in record.scheduled}
+        self._receive(record)
         for finish in record.finished:
-            if finish.request_id in took_part:
+            if finish.request_id in facts.took_part:
                 self._leave(finish.request_id, finish.reason, facts.moves)
-        totals = state.totals
-        totals.finished += len(record.finished)
+        state.totals.finished += len(record.finished)
         self._release(facts)
         self._settle_cache(record)
         self._running_before = record.running
@@ -234,6 +252,8 @@ class Replay:
     def _evict(self, record: StepRecord, moves: list[Move]) -> dict[str, tuple[int, int, bool]]:
         state = self.state
         evicted: dict[str, tuple[int, int, bool]] = {}
+        if not record.preempted:
+            return evicted
         left = [name for name in self._running_before if name in state.requests]
         gone: set[str] = set()
         for preemption in record.preempted:
@@ -286,40 +306,53 @@ class Replay:
         self.state.finished[name] = reason
         moves.append(Move(name, place, "finished", reason))
 
-    def _receive(self, request: Passenger, count: int, now: float) -> None:
-        totals = self.state.totals
-        totals.generated_tokens += count
-        request.generated += count
-        request.last_token_s = now
-        if request.first_token_s is None:
-            request.first_token_s = now
-            totals.ttft_sum_s += now - request.arrival_s
-            totals.ttft_count += 1
+    def _receive(self, record: StepRecord) -> None:
+        """Tokens that the model gave."""
+        requests, totals = self.state.requests, self.state.totals
+        now = record.start_s + record.duration_s
+        for request_id, tokens in record.sampled.items():
+            if request_id not in requests:
+                continue
+            request = requests[request_id]
+            count = len(tokens)
+            totals.generated_tokens += count
+            request.generated += count
+            request.last_token_s = now
+            if request.first_token_s is None:
+                request.first_token_s = now
+                totals.ttft_sum_s += now - request.arrival_s
+                totals.ttft_count += 1
 
     # -- lanes and blocks ---------------------------------------------------------------------
 
-    def _lanes(self, record: StepRecord) -> list[Lane]:
+    def _rows(self, record: StepRecord, busy: set[str]) -> LaneRows:
         """Who stands in which lane: scheduled rows, and those who run but sit this step out."""
         requests = self.state.requests
-        lanes: list[Lane] = []
-        busy = set()
-        for name, slot, phase, num_tokens, context_len, padding in record.scheduled:
-            request = requests.get(name)
-            if request is None:
-                request = requests[name] = Passenger(place="running")
+        names, slots, phases, tokens, contexts, padding = (
+            map(list, zip(*record.scheduled, strict=True))
+            if record.scheduled
+            else ([] for _ in Lane._fields)
+        )
+        for name in busy.difference(requests):
+            requests[name] = Passenger(place="running")
+        for name, slot, phase, context_len in zip(names, slots, phases, contexts, strict=True):
+            request = requests[name]
             if phase != "padding":
                 request.context_len = context_len
-            if phase == "prefill" and request.rebuilding:
-                phase = "recompute"
             request.slot = slot
-            busy.add(name)
-            lanes.append(Lane(slot, name, phase, num_tokens, context_len, padding))
-        if len(record.running) > len(busy) or not busy.issuperset(record.running):
+        if "prefill" in phases:
+            for row, name in enumerate(names):
+                if phases[row] == "prefill" and requests[name].rebuilding:
+                    phases[row] = "recompute"
+        rows = LaneRows(slots, names, phases, tokens, contexts, padding)
+        if not busy.issuperset(record.running):
             for name in record.running:
                 if name not in busy and name in requests:
                     request = requests[name]
-                    lanes.append(Lane(request.slot, name, "sits_out", 0, request.context_len))
-        return lanes
+                    lane = Lane(request.slot, name, "sits_out", 0, request.context_len)
+                    for column, value in zip(rows, lane, strict=True):
+                        column.append(value)
+        return rows
 
     def _move_blocks(self, record: StepRecord, moves: BlockMoves) -> None:
         state = self.state
@@ -359,13 +392,10 @@ class Replay:
         totals.swapped_out_blocks += sum(record.swapped_out.values())
         totals.swapped_in_blocks += sum(record.swapped_in.values())
         totals.prefix_hit_tokens += facts.prefix_hits
-        useful = 0
-        for lane in facts.lanes:
-            if lane.phase in ("prefill", "recompute"):
-                totals.prefill_tokens += lane.num_tokens
-            if lane.phase == "recompute":
-                totals.recomputed_tokens += lane.num_tokens
-            useful += lane.num_tokens > 0
+        rows = facts.rows
+        totals.prefill_tokens += rows.tokens_of("prefill", "recompute")
+        totals.recomputed_tokens += rows.tokens_of("recompute")
+        useful = len(rows.slot) - rows.num_tokens.count(0)
         if record.waiting or record.swapped:
             totals.idle_slots += max(0, self.num_slots - useful)
 

@@ -154,7 +154,9 @@ class Narrator:
 
     def _admissions(self, facts: Facts) -> list[str]:
         words = self.words
-        tokens = {lane.request_id: lane.num_tokens for lane in facts.lanes}
+        if not facts.record.admitted and not facts.prefix_hits:
+            return []
+        tokens = dict(zip(facts.rows.request_id, facts.rows.num_tokens, strict=True))
         groups: dict[str, list[str]] = {}
         for admission in facts.record.admitted:
             groups.setdefault(admission.how, []).append(admission.request_id)
@@ -172,19 +174,13 @@ class Narrator:
         return clauses
 
     def _work(self, facts: Facts) -> list[str]:
-        words = self.words
-        prefill = decode = padding = sits_out = prompt_padding = 0
-        for lane in facts.lanes:
-            phase = lane.phase
-            if phase == "decode":
-                decode += 1
-            elif phase == "padding":
-                padding += 1
-            elif phase == "sits_out":
-                sits_out += 1
-            else:
-                prefill += lane.num_tokens
-                prompt_padding += lane.num_padding_tokens
+        words, rows = self.words, facts.rows
+        decode, padding, sits_out = map(rows.phase.count, ("decode", "padding", "sits_out"))
+        prefill = prompt_padding = 0
+        if decode + padding + sits_out < len(rows.phase):
+            prefill = rows.tokens_of("prefill", "recompute")
+            beside = zip(rows.phase, rows.num_padding_tokens, strict=True)
+            prompt_padding = sum(n for phase, n in beside if phase in ("prefill", "recompute"))
         clauses: list[str] = []
         if prefill:
             clauses.append(words("work.prefill", tokens=words.count("token", prefill)))

@@ -32,9 +32,19 @@ def film_strip_svg(
     return _svg(list(traces), axis=axis, theme=theme, lang=lang, strip=True)
 
 
-def png(*traces: Trace, axis: str = "iterations", scale: float = 1.5, strip: bool = True) -> bytes:
-    """What ``film_strip_svg`` shows, as a PNG (always light, with its own background)."""
-    job = _Job(list(traces), "light", Words("en"), axis, strip)
+def png(
+    *traces: Trace,
+    axis: str = "iterations",
+    scale: float = 1.5,
+    strip: bool = True,
+    plans: list[TimelinePlan] | None = None,
+) -> bytes:
+    """What ``film_strip_svg`` shows, as a PNG (always light, with its own background).
+
+    Args:
+        plans: of the traces, where they have been made already.
+    """
+    job = _Job(list(traces), "light", Words("en"), axis, strip, plans)
     canvas = PixelCanvas(WIDTH, job.height, THEMES["light"]["bg"], scale)
     job.draw(canvas)
     return canvas.to_png()
@@ -124,14 +134,20 @@ class _Job:
     """One picture: measured first, then drawn on whichever canvas."""
 
     def __init__(
-        self, traces: list[Trace], theme: str, words: Words, axis: str, strip: bool
+        self,
+        traces: list[Trace],
+        theme: str,
+        words: Words,
+        axis: str,
+        strip: bool,
+        plans: list[TimelinePlan] | None = None,
     ) -> None:
         self.traces = traces
         self.theme = theme
         self.words = words
         self.axis = axis
         self.names = Names(traces)
-        self.plans: list[TimelinePlan] = [plan(trace) for trace in traces]
+        self.plans = plans or [plan(trace) for trace in traces]
         self.steps = key_steps(traces[0]) if strip and len(traces) == 1 else []
         frames = FRAME_HEIGHT + 10 if self.steps else 0
         self.height = frames + LEGEND + sum(HEADER + p.height for p in self.plans)
@@ -195,7 +211,7 @@ class _Job:
         phases = [
             name
             for name in ("prefill", "recompute", "decode", "padding", "sits_out")
-            if any(stay.phase == name for layout in self.plans for stay in layout.stays)
+            if any(name in layout.phases for layout in self.plans)
         ]
         x = 14.0
         for name in phases:
@@ -203,10 +219,10 @@ class _Job:
             edge = phase.edge if self.theme == "light" else phase.edge_dark
             canvas.rect(x, top, 22, 12, phase.fill, edge, pattern=phase.pattern, ink=phase.ink)
             x = self._entry(canvas, x + 27, top, self.words(f"phase.{name}"))
-        if any(layout.bubbles for layout in self.plans):
+        if any(layout.idles for layout in self.plans):
             canvas.rect(x, top, 22, 12, colours["bubble"], colours["bubble_mark"])
             x = self._entry(canvas, x + 27, top, self.words("phase.bubble"))
-        if any(fact.record.preempted for layout in self.plans for fact in layout.facts):
+        if any(step.preempted for trace in self.traces for step in trace):
             canvas.cross(x + 8, top + 6, 5, colours["alarm"])
             self._entry(canvas, x + 20, top, self.words("event.preemption"))
 

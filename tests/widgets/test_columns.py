@@ -23,10 +23,19 @@ def whole(name: str) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def test_packing_is_undone_by_unpacking() -> None:
-    columns = {"a": np.arange(5, dtype="<i4"), "b": np.array([1.5], dtype="<f8")}
+    columns = {
+        "a": ("i4", range(5)),
+        "none": ("i4", ()),
+        "b": ("f8", [1.5]),
+        "c": ("u1", [7, 255, 0]),
+        "d": ("u2", (65535,)),
+    }
     header, back = unpack(squeeze(pack({"x": "é"}, columns)))
     assert header == {"x": "é"}
-    assert back["a"].tolist() == [0, 1, 2, 3, 4] and back["b"].tolist() == [1.5]
+    for name, (dtype, values) in columns.items():
+        assert back[name].tolist() == list(values)
+        assert back[name].dtype.str[1:] == dtype
+    assert unpack(pack({}, columns))[0] == {}
     with pytest.raises(ValueError, match="not a packed trace"):
         unpack(b"something else")
 

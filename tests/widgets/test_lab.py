@@ -10,6 +10,7 @@ import demo_traces
 import pytest
 from conftest import ARTEFACTS, Outside
 
+from minibatch.trace import Trace
 from widgets.view import view
 
 pytest.importorskip("jupyterlab", reason="jupyterlab is not installed")
@@ -90,6 +91,7 @@ def test_a_player_appears_steps_and_saves_small(lab: LabPage) -> None:
     shot(lab, "lab-light")
     page.wait_for_timeout(300)
     assert lab.kernel("print(player.step)").strip() == "3"  # where the reader came to rest
+    drag_the_slider(lab, trace)
     lab.kernel("player.step = 7")
     settled(lab, 7)
     saved = json.loads(lab.save().read_text())
@@ -98,6 +100,32 @@ def test_a_player_appears_steps_and_saves_small(lab: LabPage) -> None:
     forms = saved["cells"][1]["outputs"][0]["data"]
     assert "".join(forms["text/html"]).startswith('<div data-minibatch="1"><img')
     assert "".join(forms["text/plain"]).startswith("continuous | it 0 of 28")
+
+
+def drag_the_slider(lab: LabPage, trace: Trace) -> None:
+    """With the mouse, as a person would: the picture follows while it moves; then with keys."""
+    page = lab.page
+    slider = page.locator(".mb-slider")
+    slider.scroll_into_view_if_needed()
+    box = slider.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.3, y)
+    page.mouse.down()
+    seen = []
+    for share in (0.45, 0.6, 0.75):
+        page.mouse.move(box["x"] + box["width"] * share, y, steps=3)
+        wanted = slider.evaluate("(node) => Number(node.value)")
+        settled(lab, wanted)
+        assert page.text_content('[data-number="free_blocks"]') == str(trace[wanted].free_blocks)
+        assert page.text_content('[data-number="position"]') == f"{wanted} / {len(trace) - 1}"
+        seen.append(wanted)
+    page.mouse.up()
+    assert 10 < seen[0] < seen[1] < seen[2] < len(trace) - 1
+    page.keyboard.press("ArrowRight")  # the slider has the focus: one step, not two
+    settled(lab, seen[2] + 1)
+    assert slider.get_attribute("aria-valuetext") == view(trace, seen[2] + 1).sentence
+    page.wait_for_timeout(300)
+    assert lab.kernel("print(player.step)").strip() == str(seen[2] + 1)
 
 
 def test_dark_theme_is_followed(lab: LabPage) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import demo_traces
@@ -20,9 +23,11 @@ from minibatch.engine import Engine
 from minibatch.executor.base import SampledToken
 from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler.output import SchedulerOutput
+from widgets import live_run
 from widgets.codec import unpack
-from widgets.columns import encode, join
+from widgets.columns import ColumnWriter, encode, join
 from widgets.live_run import LiveRun
+from widgets.names import Names
 
 
 class Audience:
@@ -41,6 +46,22 @@ class Audience:
     @property
     def steps(self) -> int:
         return sum(count for _, count, _ in self.chunks)
+
+
+def calls_of(act: Callable[[], Any]) -> int:
+    """How many functions ``act`` calls: a cost that is the same on any machine."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 class FakeExecutor:
@@ -354,3 +375,67 @@ def test_two_thousand_updates_leave_nothing_behind(runs: list[LiveRun]) -> None:
         tracemalloc.stop()
     assert updates >= 2000 and made.has_unfinished
     assert late - early < 400_000  # about 270 bytes an update: its tokens and its place in time
+
+
+def test_an_update_of_128_rows_takes_few_calls() -> None:
+    """Calls, not milliseconds (``benchmarks/widget_speed.py`` has those): packing must not make
+    an object a row, nor an array a column.
+    """
+    config = SchedulerConfig(num_gpu_blocks=4000, max_num_seqs=128, max_model_len=1024)
+    engine = Engine(config, FakeExecutor(), keep_records=10)
+    for i in range(128):
+        engine.add_request(
+            f"r{i}",
+            prompt_token_ids=[1] * 8,
+            sampling_params=SamplingParams(max_tokens=90, ignore_eos=True),
+        )
+    writer = ColumnWriter(engine.trace.meta, Names())
+    for _ in range(10):
+        writer.add(engine.step())
+    writer.take()
+    record = engine.step()
+    assert len(record.scheduled) == 128
+
+    def update() -> None:
+        writer.add(record)
+        writer.take()
+
+    assert calls_of(update) < 950  # a look-up or two a row and a few a column
+
+
+def test_steps_of_any_length_give_thirty_updates_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 75 steps a second, every third was sent: 25 updates. By a clock of our own."""
+    now = [100.0]
+    monkeypatch.setattr(live_run, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Clock(FakeExecutor):
+        def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+            now[0] += 1 / 75
+            return super().execute(output)
+
+    engine = Engine(SchedulerConfig(num_gpu_blocks=100, max_num_seqs=4), Clock())
+    sampling = SamplingParams(max_tokens=301, ignore_eos=True)
+    engine.add_request("A", prompt_token_ids=[1] * 8, sampling_params=sampling)
+    audience = Audience()
+    run = LiveRun(engine, audience.send, audience.tell)
+    run.order("run")
+    assert run.wait(20)
+    run.order("stop")
+    assert audience.steps == len(engine.trace) == 301
+    seconds = 301 / 75
+    assert 28 <= len(audience.chunks) / seconds <= 31
+    assert all(count <= 4 for _, count, _ in audience.chunks)
+
+
+def test_a_live_run_can_be_kept_as_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("anywidget", reason="anywidget is not installed")
+    from widgets.live_widget import Live
+
+    live = Live(demo_traces.simulation("continuous"))
+    live.start()
+    assert live.wait(20)
+    page = live.to_html(tmp_path / "run.html")
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page
+    assert '"mode":"play"' in page and "<script" in page
+    assert live.svg().startswith("<svg") and live.png()[:4] == b"\x89PNG"
+    live.close()

@@ -420,3 +420,81 @@ def test_the_pictures_pixels_show_the_phases(stage: Any, demos: dict[str, Trace]
         for lane in view(trace, t).lanes:
             if lane.phase in ("decode",):
                 assert stage.run(script, [t, lane.slot]) == list(channels(PHASES["decode"].fill))
+
+
+def test_letters_in_narrow_lanes_stay_within_their_visit(stage: Any) -> None:
+    """Cells of ten pixels: a letter stands where it has room, and over no other request."""
+    from minibatch.simulation import simulate
+    from minibatch.workload import RequestSpec
+
+    specs = [RequestSpec(f"q{i}", 0.0, 20 + i, 14 + 9 * (i % 4)) for i in range(16)]
+    sizes = {"num_gpu_blocks": 60, "max_model_len": 128, "max_num_batched_tokens": 128}
+    knobs = {**demo_traces.SMALL, **sizes}
+    trace = simulate(specs, "a100-80gb", "llama-2-7b", "continuous", knobs)
+    show(stage, trace)
+    tags, wrong = stage.run(
+        """() => {
+          const { player } = document.querySelector('.mb-root');
+          const { timeline, trace } = player.series[0];
+          const tags = [];
+          const { tag } = player.paint;
+          player.paint.tag = (context, label, number, x, y, h) => {
+            const width = player.paint.tagWidth(context, label, h);
+            const slot = Math.round((y - timeline.lanesTop) / timeline.row - 0.2);
+            if (y >= timeline.lanesTop) tags.push({ label, number, x, end: x + width, slot });
+          };
+          timeline.key = null;
+          player.draw();
+          player.paint.tag = tag;
+          const within = ({ number, x, end, slot }) => {
+            const stays = trace.stays[slot].filter((stay) => stay.request === number);
+            return stays.some((first) => timeline.x(first.begin) <= x)
+              && stays.some((last) => timeline.x(last.end) >= end);
+          };
+          return [tags.map(({ label }) => label), tags.filter((one) => !within(one))];
+        }"""
+    )
+    assert set(tags) <= {f"q{i}" for i in range(16)} and len(set(tags)) >= 8
+    assert wrong == []
+
+
+def test_every_canvas_says_what_it_shows(stage: Any) -> None:
+    """Also in steps in which nobody waits and nobody is followed."""
+    trace = demo_traces.load("continuous")
+    show(stage, trace)
+    labels = """() => [...document.querySelectorAll('.mb-root canvas')]
+      .filter((c) => c.getAttribute('aria-hidden') !== 'true')
+      .map((c) => c.getAttribute('aria-label'))"""
+    told = set()
+    for t in (0, 4, len(trace) - 1):
+        stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", t)
+        stage.settle()
+        found = stage.run(labels)
+        assert all(found), found
+        shown = view(trace, t)
+        assert shown.sentence in found
+        assert f"KV blocks: {trace[t].free_blocks} free" in found
+        assert f"batch {len(trace[t].running)}" in found
+        told.add(bool(shown.waiting))
+    assert told == {True, False}
+
+
+def test_hovering_tells_waiting_from_swapped_out(stage: Any) -> None:
+    trace = demo_traces.load("swap")
+    show(stage, trace)
+    t = next(t for t, step in enumerate(trace) if step.swapped and step.waiting)
+    stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", t)
+    stage.settle()
+    for queue, place in (("swapped", "swapped out"), ("waiting", "waiting")):
+        x, y = stage.run(
+            """([t, queue]) => {
+              const { timeline } = document.querySelector('.mb-root').player.series[0];
+              const box = timeline.sheet.canvas.getBoundingClientRect();
+              const row = queue === "swapped" ? timeline.swapTop + 4
+                : timeline.queueTop + timeline.queueRows * 9 - 5;
+              return [box.left + (timeline.x(t) + timeline.x(t + 1)) / 2, box.top + row]; }""",
+            [t, queue],
+        )
+        stage.page.mouse.move(x, y)
+        told = stage.page.text_content(".mb-tip")
+        assert told.startswith(getattr(trace[t], queue)[0]) and told.endswith(place)

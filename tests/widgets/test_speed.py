@@ -40,6 +40,38 @@ STEP = """async (key) => {
 }"""
 
 
+# What the page does for a step: asks that force a layout, and calls that paint.
+COUNT = """() => {
+  const counts = { measured: 0, painted: 0, texts: 0, created: 0 };
+  const count = (owner, name, what) => {
+    const call = owner[name];
+    owner[name] = function (...rest) { counts[what]++; return call.apply(this, rest); };
+    return () => { owner[name] = call; };
+  };
+  const pen = CanvasRenderingContext2D.prototype;
+  const width = Object.getOwnPropertyDescriptor(Element.prototype, "clientWidth");
+  Object.defineProperty(Element.prototype, "clientWidth",
+    { ...width, get() { counts.measured++; return width.get.call(this); } });
+  const stops = [
+    () => Object.defineProperty(Element.prototype, "clientWidth", width),
+    count(Element.prototype, "getBoundingClientRect", "measured"),
+    count(document, "createElement", "created"),
+    ...["measureText", "fillText"].map((name) => count(pen, name, "texts")),
+    ...["fillRect", "strokeRect", "drawImage", "stroke"].map((name) => count(pen, name, "painted")),
+  ];
+  window.counted = () => { stops.forEach((stop) => stop()); return counts; };
+}"""
+PIXELS = """() => [...document.querySelectorAll('.mb-root canvas')].map((c) => c.toDataURL())"""
+REPAINT = """() => {
+  const { player } = document.querySelector('.mb-root');
+  for (const { timeline, blocks, charts } of player.series) {
+    timeline.key = blocks.drawnKey = null;
+    for (const part of charts?.parts ?? []) part.key = null;
+  }
+  player.draw();
+}"""
+
+
 @pytest.fixture(scope="module")
 def big() -> Trace:
     chance = random.Random(1)
@@ -79,6 +111,97 @@ def test_a_large_run_appears_steps_and_plays(big: Trace, stage: Any) -> None:
     reached = stage.run("() => document.querySelector('.mb-root').player.position")
     assert 45 <= reached <= 75  # 30 a second, by the clock
     stage.shot("large")
+
+
+def test_a_step_touches_only_what_changed(big: Trace, stage: Any) -> None:
+    """Counted, not timed: nothing is measured, and of 4,000 blocks few are painted again."""
+    stage.mount(Picture([big]).state)
+    stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", 290)
+    stage.settle()
+    stage.run(COUNT)
+    stage.press(*["ArrowRight"] * 6)  # within one page of the timeline
+    counts = stage.run("() => counted()")
+    assert stage.step == big[296].step
+    assert counts["measured"] == 0
+    assert counts["texts"] < 20  # a letter that was never in sight is measured once
+    assert counts["painted"] < 6 * 500
+    stage.run(COUNT)
+    for t in (20, 580, 260):  # far away: the page of the timeline is another, chips are not
+        stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", t)
+        stage.settle()
+    counts = stage.run("() => counted()")
+    assert counts["measured"] == 0
+    assert counts["created"] < 3 * 12
+    stage.run(COUNT)
+    stage.run(
+        "() => { const { player } = document.querySelector('.mb-root');"
+        " player.series[0].timeline.key = null; player.draw(); }"
+    )
+    assert stage.run("() => counted()")["painted"] < 1200  # 128 lanes are one image
+
+
+@pytest.mark.parametrize("name", ["big", "prefix", "swap"])
+def test_what_is_painted_step_by_step_is_what_is_painted_at_once(
+    name: str, big: Trace, stage: Any
+) -> None:
+    trace = big if name == "big" else demo_traces.load(name)
+    stage.mount(Picture([trace]).state)
+    seek = "(t) => document.querySelector('.mb-root').player.seek(t)"
+    for t in [*range(4, 12), 3, len(trace) - 1, len(trace) - 2, 9]:
+        stage.run(seek, t)
+        stage.settle()
+    before = stage.run(PIXELS)
+    stage.run(REPAINT)
+    assert stage.run(PIXELS) == before
+
+
+def test_thin_lanes_show_their_phases(big: Trace, stage: Any) -> None:
+    """A pixel a lane and step, on both axes, as the record has it."""
+    from widgets.palette import PHASES, channels
+
+    script = """([t, slots]) => {
+      const { timeline } = document.querySelector('.mb-root').player.series[0];
+      const { scale, context } = timeline.sheet;
+      const x = (timeline.x(t) + timeline.x(t + 1)) / 2;
+      return slots.map((slot) => [...context.getImageData(
+        x * scale, (timeline.laneY(slot) + 0.5) * scale, 1, 1).data].slice(0, 3)); }"""
+    state = Picture([big]).state
+    for axis in ("iterations", "ms"):
+        stage.mount({**state, "axis": axis})
+        for t in (0, 300, 301, 302, 599):
+            stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", t)
+            stage.settle()
+            lanes = view(big, t).lanes
+            seen = stage.run(script, [t, [lane.slot for lane in lanes]])
+            wanted = [list(channels(PHASES[lane.phase].fill)) for lane in lanes]
+            assert seen == wanted, (axis, t)
+
+
+def test_what_is_to_come_is_pale_and_the_present_is_framed(stage: Any) -> None:
+    """Both lie above the canvas, where the step begins and ends."""
+    trace = demo_traces.load("continuous")
+    stage.mount(Picture([trace]).state)
+    stage.run("(t) => document.querySelector('.mb-root').player.seek(t)", 7)
+    stage.settle()
+    found = stage.run(
+        """() => {
+          const { timeline, charts } = document.querySelector('.mb-root').player.series[0];
+          const left = (node) => node.getBoundingClientRect().left
+            - timeline.sheet.canvas.getBoundingClientRect().left;
+          const cursor = charts.parts[0].cursor.node.getBoundingClientRect();
+          const chart = charts.parts[0].sheet.canvas.getBoundingClientRect();
+          return {
+            present: left(timeline.present.node), veil: left(timeline.veil.node),
+            width: timeline.present.node.getBoundingClientRect().width,
+            begin: timeline.x(7), end: timeline.x(8),
+            cursor: (cursor.left + cursor.width / 2 - chart.left) / chart.width,
+          };
+        }"""
+    )
+    assert found["present"] == pytest.approx(found["begin"] - 1, abs=0.6)
+    assert found["width"] == pytest.approx(found["end"] - found["begin"] + 2, abs=0.6)
+    assert found["veil"] == pytest.approx(found["end"], abs=0.6)
+    assert found["cursor"] == pytest.approx(7.5 / len(trace), abs=0.01)
 
 
 def test_long_and_wide_runs_keep_to_their_frame(big: Trace, stage: Any) -> None:

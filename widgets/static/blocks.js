@@ -8,6 +8,7 @@ class BlockMap {
     const used = options.live ? 256 : Math.max(about.most_cpu, 64);
     this.cpuCells = Math.min(about.cpu_blocks, used);
     this.showCpu = about.swaps && this.cpuCells > 0;
+    this.painted = 0; // cells, since the beginning
     this.sheet = new Sheet(parent, "mb-blocks", options.height ?? 190);
   }
 
@@ -40,18 +41,37 @@ class BlockMap {
 
   draw(t, paint, { followed = null } = {}) {
     const { sheet, series } = this;
-    sheet.fit();
+    sheet.fit(paint);
     this.layout();
-    const context = sheet.clear(paint.colours.bg);
+    const { context } = sheet;
     const books = series.replay.at(t);
-    const cells = series.replay.blocks(t);
-    for (let block = 0; block < this.device.fits; block++) {
-      this.cell(context, paint, block, cells[block], books, followed);
+    const pool = series.replay.pool(t);
+    const { fits } = this.device;
+    const { blocks } = series.trace;
+    const key = [paint.theme, followed, sheet.width, sheet.scale, blocks].join();
+    if (this.drawnKey !== key) {
+      this.drawnKey = key;
+      sheet.clear(paint.colours.bg);
+      this.looks = new Float64Array(fits).fill(NaN); // what each cell shows now
     }
-    if (cells.length > this.device.fits) {
-      this.note(context, paint, this.words.say("more", { n: cells.length - this.device.fits }));
+    for (let block = 0; block < fits; block++) {
+      const look = this.look(pool, books, block);
+      if (look === this.looks[block]) continue;
+      this.looks[block] = look;
+      this.cell(context, paint, block, series.replay.block(t, block), books, followed);
+      this.painted++;
     }
+    if (blocks > fits) this.note(context, paint, this.words.say("more", { n: blocks - fits }));
     if (this.showCpu) this.drawCpu(context, paint, books, followed);
+  }
+
+  /** A number that changes whenever the cell must be painted again; NaN: paint it anyway. */
+  look({ owner, sharers, filled, written }, books, block) {
+    if (books.lost.has(block)) return NaN; // rare, and has many looks
+    if (owner[block] < 0) return books.cached.has(block) ? -2 : -1;
+    if (sharers.has(block)) return NaN;
+    const { block_size: size } = this.series.trace.about;
+    return (owner[block] * (size + 1) + filled[block]) * 2 + written[block];
   }
 
   cell(context, paint, block, cell, books, followed) {
@@ -61,6 +81,14 @@ class BlockMap {
     const w = side > 4 ? side - 2 : side - (side > 2 ? 1 : 0);
     const { colours } = paint;
     const { about } = this.series.trace;
+    const request = cell?.owners[0];
+    const pale = cell !== null && followed !== null && !cell.owners.includes(followed);
+    const full = cell ? cell.filled / about.block_size : 0;
+    if (full < 1 || pale || w >= 8) { // a small full one covers what was there
+      const margin = side > 4 ? 1 : 0;
+      context.fillStyle = colours.bg;
+      context.fillRect(x - margin, y - margin, side, side);
+    }
     if (!cell) {
       if (w < 3) return;
       const lost = books.lost.get(block);
@@ -80,11 +108,8 @@ class BlockMap {
       if (about.null_block && block === 0 && w >= 6) cross(context, x + w / 2, y + w / 2, w / 5, colours.strong);
       return;
     }
-    const request = cell.owners[0];
     const [fill, ink] = requestColour(request);
-    const pale = followed !== null && !cell.owners.includes(followed);
     context.globalAlpha = pale ? 0.25 : 1;
-    const full = cell.filled / about.block_size;
     if (full < 1) {
       context.globalAlpha *= 0.28;
       context.fillStyle = fill;
@@ -141,6 +166,8 @@ class BlockMap {
 
   drawCpu(context, paint, books, followed) {
     const { side, columns, top, fits } = this.host;
+    context.fillStyle = paint.colours.bg;
+    context.fillRect(0, top - 18, this.sheet.width, this.sheet.height - top + 18);
     context.font = `11px ${FONT}`;
     context.fillStyle = paint.colours.muted;
     context.textBaseline = "alphabetic";

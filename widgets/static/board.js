@@ -11,7 +11,8 @@ class Board {
     this.series = series;
     this.words = words;
     this.onPick = onPick;
-    this.chips = new Map();
+    this.chips = new Map(); // request -> {node, and what it shows}
+    this.stands = new Map(); // step -> where chips go; the last few
     this.root = element("div", { class: "mb-board" });
     const { about } = series.trace;
     const most = Math.max(about.most_waiting, about.lanes, 1.6 * about.most_swapped);
@@ -22,8 +23,8 @@ class Board {
     const { swaps } = series.trace.about;
     // [place, left, width] in percent; the door stands between waiting and running.
     this.plan = swaps
-      ? [["waiting", 0, 23], ["running", 47, 22], ["swapped", 70, 14], ["finished", 85, 15]]
-      : [["waiting", 0, 26], ["running", 51, 26], ["finished", 79, 21]];
+      ? [["waiting", 0, 23], ["running", 47, 22], ["swapped", 70, 14], ["finished", 85, 14.8]]
+      : [["waiting", 0, 26], ["running", 51, 26], ["finished", 79, 20.8]];
     this.door = [swaps ? 24 : 27, swaps ? 22 : 23];
     for (const [place, left, width] of this.plan) {
       const count = element("b", { "data-number": `count_${place}` });
@@ -70,7 +71,6 @@ class Board {
   /** Who stands in which column at step t, in order. */
   queues(t) {
     const { trace } = this.series;
-    const lanes = trace.entries("lane", t).sort((a, b) => a.slot - b.slot);
     const ended = lowerBound(trace.ends, t + 1, (end) => end.t);
     const done = []; // the last to finish stands first
     let finishing = 0;
@@ -81,16 +81,26 @@ class Board {
     }
     const finished = trace.get("total_finished", t) - finishing;
     return {
-      waiting: { list: Array.from(trace.queue("waiting", t)), count: trace.get("waiting_count", t) },
-      running: { list: lanes.map((lane) => lane.request), count: trace.get("running_count", t) },
-      swapped: { list: Array.from(trace.queue("swapped", t)), count: trace.get("swapped_count", t) },
+      waiting: { list: trace.queue("waiting", t), count: trace.get("waiting_count", t) },
+      running: { list: trace.running(t), count: trace.get("running_count", t) },
+      swapped: { list: trace.queue("swapped", t), count: trace.get("swapped_count", t) },
       finished: { list: done, count: Math.max(finished, 0) },
     };
   }
 
+  /** Who stands where at step t. */
+  stand(t) {
+    if (!this.stands.has(t)) {
+      if (this.stands.size >= 4) this.stands.clear();
+      const queues = this.queues(t);
+      this.stands.set(t, { queues, ...this.layout(queues) });
+    }
+    return this.stands.get(t);
+  }
+
   /** Where each chip goes: rows that break where the measured width ends; the rest is counted. */
   layout(queues) {
-    const width = this.root.clientWidth || 600;
+    const { width } = this;
     const spots = new Map();
     const hidden = {};
     for (const [place, left, share] of this.plan) {
@@ -112,11 +122,15 @@ class Board {
     return { spots, hidden };
   }
 
-  draw(t, { followed = null, moving = true } = {}) {
+  draw(t, paint, { followed = null, moving = true } = {}) {
     const { trace, replay } = this.series;
-    const before = t > 0 ? this.layout(this.queues(t - 1)).spots : new Map();
-    const queues = this.queues(t);
-    const { spots, hidden } = this.layout(queues);
+    if (this.sized !== paint.sized) {
+      this.sized = paint.sized;
+      this.width = this.root.clientWidth || 600;
+      this.stands.clear();
+    }
+    const before = t > 0 ? this.stand(t - 1).spots : new Map();
+    const { queues, spots, hidden } = this.stand(t);
     const books = replay.at(t);
     this.root.classList.toggle("mb-still", !moving);
     for (const [place] of this.plan) {
@@ -125,39 +139,58 @@ class Board {
       const text = hidden[place] > 0 ? `+${this.words.say("more", { n: hidden[place] })}` : "";
       setText(more, text);
     }
-    const lanes = new Map(trace.entries("lane", t).map((lane) => [lane.request, lane]));
     const evicted = new Set(trace.entries("evict", t).map((entry) => entry.request));
+    const phases = trace.phases(t);
+    const free = []; // chips of requests that are no longer in sight: others take them over
     for (const [request, chip] of this.chips) {
-      if (!spots.has(request)) {
-        chip.remove();
-        this.chips.delete(request);
-      }
+      if (spots.has(request)) continue;
+      this.chips.delete(request);
+      free.push(chip);
     }
     for (const [request, spot] of spots) {
-      const chip = this.chips.get(request) ?? this.makeChip(request, before.get(request) ?? spot);
-      const lane = lanes.get(request);
-      chip.style.transform = `translate(${spot.x}px,${spot.y}px)`;
-      chip.dataset.phase = lane ? PHASE_NAMES[lane.phase] : spot.place;
-      chip.classList.toggle("mb-evicted", evicted.has(request));
-      chip.classList.toggle("mb-finishing", books.finishing.has(request));
-      chip.classList.toggle("mb-refused", books.place.get(request) === "refused");
-      chip.classList.toggle("mb-followed", followed === request);
+      const known = this.chips.get(request);
+      const chip = known ?? this.makeChip(request, free.pop());
+      const phase = phases.get(request);
+      let look = known ? "mb-chip" : "mb-chip mb-new"; // a new one stands there at once
+      if (evicted.has(request)) look += " mb-evicted";
+      if (books.finishing.has(request)) look += " mb-finishing";
+      if (books.place.get(request) === "refused") look += " mb-refused";
+      if (followed === request) look += " mb-followed";
+      this.show(chip, spot, look, phase === undefined ? spot.place : PHASE_NAMES[phase]);
     }
+    for (const chip of free) chip.node.remove();
     this.drawArrows(t, before, spots);
     this.drawDoor(t);
   }
 
-  makeChip(request, spot) {
+  /** Touch only what differs: each change costs the page a look at the chip. */
+  show(chip, { x, y }, look, phase) {
+    const { node } = chip;
+    if (chip.x !== x || chip.y !== y) node.style.transform = `translate(${x}px,${y}px)`;
+    if (chip.look !== look) node.className = look;
+    if (chip.phase !== phase) node.dataset.phase = phase;
+    Object.assign(chip, { x, y, look, phase });
+  }
+
+  makeChip(request, chip) {
+    if (!chip) {
+      const node = element("div", { class: "mb-chip", role: "button", tabindex: "-1" }, "");
+      node.addEventListener("click", () => this.onPick(Number(node.dataset.request)));
+      this.root.append(node);
+      chip = { node, look: "mb-chip" };
+    }
+    const { node } = chip;
     const [fill, ink] = requestColour(request);
-    const chip = element("button", { class: "mb-chip", type: "button", tabindex: "-1" });
-    chip.textContent = this.series.trace.label(request);
-    chip.dataset.request = request;
-    chip.style.cssText = `background:${fill};color:${ink};width:${this.chipWidth(request)}px;`
-      + `transform:translate(${spot.x}px,${spot.y}px)`;
-    chip.addEventListener("click", () => this.onPick(request));
-    this.root.append(chip);
+    const width = this.chipWidth(request);
+    setText(node, this.series.trace.label(request));
+    node.dataset.request = request;
+    if (chip.fill !== fill) {
+      node.style.background = fill;
+      node.style.color = ink;
+    }
+    if (chip.width !== width) node.style.width = `${width}px`;
+    Object.assign(chip, { fill, width });
     this.chips.set(request, chip);
-    chip.getBoundingClientRect(); // so that it starts where it was and glides from there
     return chip;
   }
 
@@ -184,7 +217,7 @@ class Board {
       origin.setAttribute("class", alarm ? "mb-origin mb-alarm" : "mb-origin");
       parts.push(path, head, origin);
     }
-    this.arrows.replaceChildren(...parts);
+    if (parts.length || this.arrows.firstChild) this.arrows.replaceChildren(...parts);
   }
 
   /** Shut, and why; open, and for whom; or what an eviction was about. */

@@ -1,6 +1,7 @@
 // Throughput: four small charts of the whole run, a number above each, the present step marked.
 
 const CHART_HEIGHT = 58;
+const CURSOR_WIDTH = 2;
 
 class Charts {
   constructor(parent, series, words, onSeek) {
@@ -23,7 +24,7 @@ class Charts {
         const n = series.trace.n;
         onSeek(Math.min(n - 1, Math.floor((event.offsetX / sheet.width) * n)));
       });
-      return { name, value, more, sheet, paint };
+      return { name, value, more, sheet, paint, cursor: sheet.mark("mb-cursor") };
     });
     parent.append(this.root);
   }
@@ -42,17 +43,14 @@ class Charts {
       setText(part.value, numbers[part.name]);
       setText(part.more, more[part.name]);
       const { sheet } = part;
-      sheet.fit();
+      sheet.fit(paint);
       const key = `${trace.n}/${paint.theme}/${sheet.width}/${sheet.scale}`;
       if (part.key !== key) {
         part.key = key;
         const pen = sheet.clear(paint.colours.panel);
         if (trace.n) part.paint(paint, { pen, w: sheet.width, h: sheet.height, n: trace.n });
-        sheet.keep();
-      } else sheet.restore();
-      const { context } = sheet;
-      const x = ((t + 0.5) / Math.max(1, trace.n)) * sheet.width;
-      line(context, x, 0, x, sheet.height, paint.colours.cursor, 1.5);
+      }
+      Sheet.move(part.cursor, ((t + 0.5) / Math.max(1, trace.n)) * sheet.width, CURSOR_WIDTH);
     }
   }
 

@@ -91,6 +91,9 @@ class Controls {
     const last = Math.max(0, player.length - 1);
     if (Number(slider.max) !== last) slider.max = last;
     if (Number(slider.value) !== player.position) slider.value = player.position;
+    const digits = 2 * String(last).length + 3; // room for the largest number: nothing moves
+    if (this.digits !== digits) this.position.style.width = `${digits + 1}ch`;
+    this.digits = digits;
     setText(this.position, `${player.position} / ${last}`);
     this.drawStrip(paint);
   }
@@ -98,7 +101,7 @@ class Controls {
   /** Ticks where something happened, under the slider. */
   drawStrip(paint) {
     const { strip, player } = this;
-    const resized = strip.fit();
+    const resized = strip.fit(paint);
     const key = `${player.length}/${player.axis}/${paint.theme}/${strip.width}`;
     if (!resized && key === this.key) return;
     this.key = key;

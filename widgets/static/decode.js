@@ -126,6 +126,26 @@ class Trace {
     return to > from ? this.columns[`${name}_request`].data.subarray(from, to) : [];
   }
 
+  /** Who stands in the lanes at step t, by lane. */
+  running(t) {
+    const slots = this.columns.lane_slot.data;
+    const order = [];
+    for (let i = this.starts.lane[t]; i < this.starts.lane[t + 1]; i++) order.push(i);
+    order.sort((a, b) => slots[a] - slots[b]);
+    const requests = this.columns.lane_request.data;
+    return order.map((i) => requests[i]);
+  }
+
+  /** What each of them does: request -> code of its phase. */
+  phases(t) {
+    const { lane_request: requests, lane_phase: phases } = this.columns;
+    const found = new Map();
+    for (let i = this.starts.lane[t]; i < this.starts.lane[t + 1]; i++) {
+      found.set(requests.data[i], phases.data[i]);
+    }
+    return found;
+  }
+
   label(number) {
     return this.requests.get(number)?.label ?? "?";
   }

@@ -28,11 +28,19 @@ function requestColour(number) {
   return PALETTE.requests[number % PALETTE.requests.length];
 }
 
+/** A colour as a pixel of image data. */
+function pixel(hex, alpha = 1) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return ((Math.round(255 * alpha) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+}
+
 class Paint {
   constructor(theme) {
     this.theme = theme;
     this.colours = PALETTE.themes[theme];
     this.patterns = new Map();
+    this.widths = new Map(); // of letters, so that they are measured once
+    this.sized = 0; // counts how often the page has changed its width
   }
 
   /** {fill, ink, edge, pattern} of a phase. */
@@ -84,12 +92,19 @@ class Paint {
     }
   }
 
-  /** A request's letter on its colour. Returns the width. */
-  tag(context, label, number, x, y, h, room = Infinity) {
-    const [fill, ink] = requestColour(number);
+  /** How wide a request's tag is; sets the font. */
+  tagWidth(context, label, h) {
     const size = Math.min(11, h - 2);
     context.font = `600 ${size}px ${FONT}`;
-    const width = Math.min(room, Math.max(h * 0.72, context.measureText(label).width + 6));
+    const key = `${size}/${label}`;
+    if (!this.widths.has(key)) this.widths.set(key, context.measureText(label).width);
+    return Math.max(h * 0.72, this.widths.get(key) + 6);
+  }
+
+  /** A request's letter on its colour. */
+  tag(context, label, number, x, y, h, room = Infinity) {
+    const [fill, ink] = requestColour(number);
+    const width = Math.min(room, this.tagWidth(context, label, h));
     context.fillStyle = fill;
     context.fillRect(x, y, width, h);
     context.strokeStyle = "#1B1F24";
@@ -99,13 +114,14 @@ class Paint {
     context.textBaseline = "middle";
     context.fillText(label, x + width / 2, y + h / 2 + 0.5, width - 2);
     context.textAlign = "start";
-    return width;
   }
 }
 
-/** A canvas in CSS pixels, as sharp as the screen. */
+/** A canvas in CSS pixels, as sharp as the screen. What moves with every step (a frame, a cursor)
+ * lies above it as an element, so that the canvas is not painted again for it. */
 class Sheet {
   constructor(parent, className, height) {
+    this.box = element("div", { class: "mb-sheet" });
     this.canvas = document.createElement("canvas");
     this.canvas.className = className;
     this.canvas.setAttribute("role", "img");
@@ -113,34 +129,45 @@ class Sheet {
     this.width = 0;
     this.canvas.style.height = `${height}px`;
     this.context = this.canvas.getContext("2d");
-    parent.append(this.canvas);
+    this.box.append(this.canvas);
+    parent.append(this.box);
   }
 
-  /** Take the width that the page gives. True: it has changed. */
-  fit() {
-    const width = Math.max(40, Math.floor(this.canvas.clientWidth));
+  /** What it shows, for those who cannot see it. */
+  tell(text) {
+    if (this.told !== text) this.canvas.setAttribute("aria-label", text);
+    this.told = text;
+  }
+
+  /** An element above the canvas; `move` puts it where it belongs. */
+  mark(className, left = 0) {
+    this.over ??= element("div", { class: "mb-over", "aria-hidden": "true" });
+    this.over.style.left = `${left}px`;
+    const node = element("div", { class: className });
+    this.over.append(node);
+    this.box.append(this.over);
+    return { node, left, x: null, width: null };
+  }
+
+  /** Nothing but a shift where the width stays: neither laid out nor painted again. */
+  static move(mark, x, width = null) {
+    if (mark.x !== x) mark.node.style.transform = `translateX(${x - mark.left}px)`;
+    if (mark.width !== width) mark.node.style.width = `${width}px`;
+    [mark.x, mark.width] = [x, width];
+  }
+
+  /** Take the width that the page gives; asked for only when the page has changed its width, since
+   * to ask lays the page out. True: it has changed. */
+  fit({ sized }) {
     const scale = window.devicePixelRatio || 1;
+    if (sized === this.sized && scale === this.scale) return false;
+    this.sized = sized;
+    const width = Math.max(40, Math.floor(this.canvas.clientWidth));
     if (width === this.width && scale === this.scale) return false;
     [this.width, this.scale] = [width, scale];
     this.canvas.width = Math.round(width * scale);
     this.canvas.height = Math.round(this.height * scale);
     return true;
-  }
-
-  /** Remember what is painted now... */
-  keep() {
-    this.kept ??= document.createElement("canvas");
-    this.kept.width = this.canvas.width;
-    this.kept.height = this.canvas.height;
-    this.kept.getContext("2d").drawImage(this.canvas, 0, 0);
-  }
-
-  /** ...and bring it back. */
-  restore() {
-    const { context, scale } = this;
-    context.setTransform(1, 0, 0, 1, 0, 0);
-    context.drawImage(this.kept, 0, 0);
-    context.setTransform(scale, 0, 0, scale, 0, 0);
   }
 
   /** An empty sheet to paint on. */
@@ -184,7 +211,9 @@ function element(tag, attributes = {}, ...children) {
 
 /** Change text only where it differs: the page is then laid out only where it must be. */
 function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const { firstChild } = node;
+  if (firstChild === null) node.append(text);
+  else if (firstChild.data !== text) firstChild.data = text;
 }
 
 /** The first index of a sorted list whose value is not below `value`. */

@@ -48,7 +48,10 @@ class Player {
     this.frame.append(this.note, this.tableBox, this.keys, this.tip, this.spoken);
     root.addEventListener("keydown", (event) => this.key(event));
     this.stops.push(watchTheme(() => this.dirty()));
-    const resize = new ResizeObserver(() => this.dirty());
+    const resize = new ResizeObserver(() => {
+      this.sized = (this.sized ?? 0) + 1;
+      this.dirty();
+    });
     resize.observe(root);
     this.stops.push(() => resize.disconnect());
     this.calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -225,6 +228,7 @@ class Player {
       this.paint = new Paint(theme);
       this.root.dataset.theme = theme;
     }
+    this.paint.sized = this.sized ?? 0;
     const length = this.length;
     if (this.followsEnd && length) this.position = length - 1;
     const moved = this.position - (this.drawnAt ?? 0);
@@ -263,7 +267,6 @@ class Player {
       if (request === null || request === undefined) continue;
       const name = this.compare ? `${trace.about.title || trace.about.policy}: ` : "";
       texts.push(name + this.words.why(series, t, request));
-      series.timeline?.sheet.canvas.setAttribute("aria-label", this.words.sentence(trace, t));
     }
     setText(this.note, texts.join("  "));
   }
@@ -273,7 +276,8 @@ class Player {
     const [series] = this.series;
     if (!series?.trace.n) return;
     requestAnimationFrame(() => {
-      if (!this.closed) setText(this.spoken, this.words.sentence(series.trace, series.t));
+      const told = this.words.sentence(series.trace, series.t);
+      if (!this.closed && this.spoken.textContent !== told) this.spoken.textContent = told;
       this.options.onRest?.(this.position);
     });
   }

@@ -132,30 +132,55 @@ class Replay {
     return this.books;
   }
 
-  /** The device pool, block by block: who owns it, how full it is, what happens to it now. */
-  blocks(t) {
+  /** The device pool at step t, a column a fact: `owner` (the first; -1: free), `sharers` of all
+   * that have several (block -> requests), `filled` tokens, `written` in this step. */
+  pool(t) {
     const { trace } = this;
-    const books = this.at(t);
+    if (this.poolOf !== t || this.lastPool.owner.length !== trace.blocks) {
+      this.lastPool = this.makePool(this.at(t), t);
+      this.poolOf = t;
+    }
+    return this.lastPool;
+  }
+
+  makePool(books, t) {
+    const { trace } = this;
     const size = trace.about.block_size;
-    const cells = Array.from({ length: trace.blocks }, () => null);
+    const owner = new Int32Array(trace.blocks).fill(-1);
+    const filled = new Int32Array(trace.blocks);
+    const written = new Uint8Array(trace.blocks);
+    const sharers = new Map();
     for (const [request, table] of books.tables) {
-      const context = books.context.get(request) ?? 0;
-      table.forEach((block, index) => {
-        const cell = cells[block];
-        if (cell) cell.owners.push(request);
-        else {
-          const filled = Math.max(0, Math.min(size, context - index * size));
-          cells[block] = { owners: [request], filled, written: false };
-        }
-      });
+      let left = books.context.get(request) ?? 0;
+      for (const block of table) {
+        if (owner[block] < 0) {
+          owner[block] = request;
+          filled[block] = Math.max(0, Math.min(size, left));
+        } else if (sharers.has(block)) sharers.get(block).push(request);
+        else sharers.set(block, [owner[block], request]);
+        left -= size;
+      }
     }
-    for (const lane of trace.entries("lane", t)) {
-      const table = books.tables.get(lane.request);
-      if (!lane.new || !table) continue;
-      const first = Math.floor((lane.context - lane.new) / size);
-      const last = Math.floor((lane.context - 1) / size);
-      for (let i = first; i <= last && i < table.length; i++) cells[table[i]].written = true;
+    const { lane_request: requests, lane_new: news, lane_context: contexts } = trace.columns;
+    for (let i = trace.starts.lane[t]; i < trace.starts.lane[t + 1]; i++) {
+      const table = books.tables.get(requests.data[i]);
+      if (!news.data[i] || !table) continue;
+      const first = Math.floor((contexts.data[i] - news.data[i]) / size);
+      const last = Math.min(Math.floor((contexts.data[i] - 1) / size), table.length - 1);
+      for (let index = first; index <= last; index++) written[table[index]] = 1;
     }
-    return cells;
+    return { owner, sharers, filled, written };
+  }
+
+  /** One block of the pool: {owners, filled, written}; null: nobody has it. */
+  block(t, block) {
+    const { owner, sharers, filled, written } = this.pool(t);
+    if (!(owner[block] >= 0)) return null;
+    const owners = sharers.get(block) ?? [owner[block]];
+    return { owners, filled: filled[block], written: written[block] === 1 };
+  }
+
+  blocks(t) {
+    return Array.from({ length: this.trace.blocks }, (_, block) => this.block(t, block));
   }
 }

@@ -45,7 +45,7 @@ class Series {
       const box = this.panel(middle, "blocks");
       const height = compare ? this.timeline?.sheet.height ?? 150 : this.board?.height ?? 150;
       this.blocks = new BlockMap(box, this, words, { height, live });
-      this.listen(this.blocks, (hit) => (hit ? this.replay.blocks(this.t)[hit.block]?.owners[0] ?? null : null));
+      this.listen(this.blocks, (hit) => (hit ? this.replay.block(this.t, hit.block)?.owners[0] ?? null : null));
       if (!compare) this.legend(box);
     }
     if (panels.includes("throughput") && !compare) {
@@ -104,7 +104,7 @@ class Series {
     const { trace } = this;
     const { words } = this.player;
     if (hit.block !== undefined) {
-      const cell = this.replay.blocks(this.t)[hit.block];
+      const cell = this.replay.block(this.t, hit.block);
       const books = this.replay.at(this.t);
       const lost = books.lost.get(hit.block);
       if (!cell) {
@@ -125,7 +125,10 @@ class Series {
       parts.push(`${words.say(`phase.${PHASE_NAMES[lane.phase]}`)}: ${words.count("token", lane.new)}`);
       parts.push(`KV ${lane.context}`);
       if (lane.padding) parts.push(`${words.say("phase.padding")} ${lane.padding}`);
-    } else parts.push(words.say("place.waiting"));
+    } else {
+      const swapped = trace.queue("swapped", hit.t).includes(hit.request);
+      parts.push(words.say(swapped ? "place.swapped" : "place.waiting"));
+    }
     return parts.join(" · ");
   }
 
@@ -146,14 +149,26 @@ class Series {
     };
     this.timeline?.draw(t, paint, options);
     this.phases?.draw(paint);
-    this.board?.draw(t, options);
+    this.board?.draw(t, paint, options);
     this.blocks?.draw(t, paint, options);
     this.charts?.draw(t, paint);
     if (this.numbers) {
       const shown = shownNumbers(this, t);
       for (const [name, node] of Object.entries(this.numbers)) setText(node, shown[name]);
     }
+    this.tell(t);
     this.root.dataset.step = trace.get("step", t);
+  }
+
+  /** In words, what the canvases show. */
+  tell(t) {
+    const { trace, timeline, blocks, charts } = this;
+    const { words } = this.player;
+    timeline?.sheet.tell(words.sentence(trace, t));
+    blocks?.sheet.tell(`${words.say("panel.blocks")}: ${trace.get("free", t)} ${words.say("block.free")}`);
+    for (const { name, value, sheet } of charts?.parts ?? []) {
+      sheet.tell(`${words.say(`number.${name}`)} ${value.textContent}`);
+    }
   }
 
   /** Numbers are shared by compared traces: the same request has the same one. */

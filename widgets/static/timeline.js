@@ -6,6 +6,8 @@ const MOST_QUEUE_ROWS = 9;
 const MOST_LANES_HEIGHT = 300;
 const SMALLEST_FITTING_CELL = 6;
 const CELL = 15;
+const SMALLEST_EDGED_ROW = 5;
+const SMALLEST_LETTERED_ROW = 9;
 
 class Timeline {
   constructor(parent, series, words, options = {}) {
@@ -25,6 +27,10 @@ class Timeline {
     this.swapTop = this.lanesTop + this.lanesHeight + 6;
     this.bottom = this.swapTop + this.swapRows * QUEUE_ROW;
     this.sheet = new Sheet(parent, "mb-timeline", this.bottom + 22);
+    this.veil = this.sheet.mark("mb-veil", GUTTER - 6); // what is still to come is pale
+    this.present = this.sheet.mark("mb-present", GUTTER - 6); // the present step is framed
+    this.veil.node.style.height = `${this.bottom + 1}px`;
+    this.present.node.style.height = `${this.bottom}px`;
     this.span = [0, 0];
   }
 
@@ -69,7 +75,8 @@ class Timeline {
     this.common = common;
     if (trace.lanes > this.lanes) this.lanes = trace.lanes;
     this.row = this.lanesHeight / this.lanes;
-    sheet.fit();
+    sheet.fit(paint);
+    sheet.over.hidden = ended || !trace.n;
     if (!trace.n) {
       sheet.clear(paint.colours.bg);
       return;
@@ -81,10 +88,10 @@ class Timeline {
       this.key = key;
       this.drawRun(sheet.clear(paint.colours.bg), paint, axis, followed);
       this.drawGutter(sheet.context, paint);
-      sheet.keep();
-    } else sheet.restore();
-    const { context } = sheet;
-    this.inSight(context, () => this.drawPresent(context, paint, t, ended));
+    }
+    const [x, next] = [this.x(t), this.x(t + 1)];
+    Sheet.move(this.present, x - 1, Math.max(4, next - x + 2));
+    Sheet.move(this.veil, next, sheet.width);
   }
 
   inSight(context, act) {
@@ -101,13 +108,16 @@ class Timeline {
     const [from, to] = this.span;
     this.inSight(context, () => {
       const end = Math.min(this.sheet.width, this.x(this.series.trace.n));
-      const gap = this.row >= 6 ? 1 : 0;
+      const gap = this.gap;
       context.fillStyle = paint.colours.panel;
       for (let slot = 0; slot < this.lanes; slot++) {
         context.fillRect(GUTTER, this.laneY(slot) + gap, end - GUTTER, this.row - 2 * gap);
       }
-      this.drawBubbles(context, paint, from, to);
-      this.drawStays(context, paint, from, to, followed);
+      if (this.row < SMALLEST_EDGED_ROW) this.drawThinLanes(context, paint, from, to, axis, followed);
+      else {
+        this.drawBubbles(context, paint, from, to);
+        this.drawStays(context, paint, from, to, followed);
+      }
       this.drawQueue(context, paint, "waiting", from, to, followed);
       this.drawQueue(context, paint, "swapped", from, to, followed);
       this.drawEvictions(context, paint, from, to);
@@ -115,10 +125,48 @@ class Timeline {
     });
   }
 
+  /** Lanes without edges, hatches and letters: a pixel a lane and step, stretched. */
+  drawThinLanes(context, paint, from, to, axis, followed) {
+    const { trace } = this.series;
+    const { lane_slot: slots, lane_request: requests, lane_phase: phases } = trace.columns;
+    const most = Math.min(this.lanes, trace.about.slots || this.lanes);
+    const steps = to - from;
+    const tile = new OffscreenCanvas(Math.max(1, steps), this.lanes);
+    const pen = tile.getContext("2d");
+    const image = pen.createImageData(tile.width, tile.height);
+    const pixels = new Uint32Array(image.data.buffer);
+    const full = PHASE_NAMES.map((name) => pixel(paint.phase(name).fill));
+    const pale = PHASE_NAMES.map((name) => pixel(paint.phase(name).fill, 0.3));
+    const bubble = pixel(paint.colours.bubble);
+    for (let t = from; t < to; t++) {
+      if (trace.get("waiting_count", t) || trace.get("swapped_count", t)) {
+        for (let slot = 0; slot < most; slot++) pixels[slot * steps + t - from] = bubble;
+      }
+      for (let i = trace.starts.lane[t]; i < trace.starts.lane[t + 1]; i++) {
+        const table = followed === null || followed === requests.data[i] ? full : pale;
+        pixels[slots.data[i] * steps + t - from] = table[phases.data[i]];
+      }
+    }
+    pen.putImageData(image, 0, 0);
+    context.imageSmoothingEnabled = false;
+    const wide = axis === "ms" ? 1 : steps; // iterations are all of one width
+    for (let t = from; t < to; t += wide) {
+      // On whole pixels, so that no seam shows between two steps.
+      const [left, right] = [Math.round(this.x(t)), Math.round(this.x(t + wide))];
+      const source = [t - from, 0, wide, this.lanes];
+      if (right > left) context.drawImage(tile, ...source, left, this.lanesTop, right - left, this.lanesHeight);
+    }
+  }
+
+  /** Between lanes, where there is room for it. */
+  get gap() {
+    return this.row >= 6 ? 1 : 0;
+  }
+
   drawBubbles(context, paint, from, to) {
     const { trace } = this.series;
     const slots = Math.min(this.lanes, trace.about.slots || this.lanes);
-    const gap = this.row >= 6 ? 1 : 0;
+    const { gap } = this;
     for (let t = from; t < to; t++) {
       if (!trace.get("waiting_count", t) && !trace.get("swapped_count", t)) continue;
       const busy = new Uint8Array(this.lanes);
@@ -136,7 +184,7 @@ class Timeline {
 
   drawStays(context, paint, from, to, followed) {
     const { trace } = this.series;
-    const gap = this.row >= 6 ? 1 : 0;
+    const { gap } = this;
     const height = this.row - 2 * gap;
     for (let slot = 0; slot < trace.stays.length; slot++) {
       const lane = trace.stays[slot] ?? [];
@@ -153,16 +201,31 @@ class Timeline {
           context.fillRect(x + 1, y + height - 5, width - 2, 4);
         }
       }
+      if (this.row < SMALLEST_LETTERED_ROW) continue;
       // Letters last, so that no neighbour paints over them.
-      for (let i = first; i < lane.length && lane[i].begin < to; i++) {
-        const stay = lane[i];
-        if (this.row < 9 || !(stay.enters || (i === first && stay.begin < from))) continue;
-        context.globalAlpha = followed === null || followed === stay.request ? 1 : 0.3;
-        const x = Math.max(GUTTER, this.x(stay.begin));
-        paint.tag(context, trace.label(stay.request), stay.request, x, this.laneY(slot) + gap, height);
+      for (let i = first; i < lane.length && lane[i].begin < to;) {
+        let next = i + 1;
+        while (next < lane.length && lane[next].begin < to && !lane[next].enters) next++;
+        context.globalAlpha = followed === null || followed === lane[i].request ? 1 : 0.3;
+        this.drawLetter(context, paint, lane.slice(i, next), this.laneY(slot) + gap, height);
+        i = next;
       }
     }
     context.globalAlpha = 1;
+  }
+
+  /** Where the first part of the visit has room for it, or across narrow parts; else not at all. */
+  drawLetter(context, paint, visit, y, height) {
+    const { request } = visit[0];
+    const label = this.series.trace.label(request);
+    const width = paint.tagWidth(context, label, height);
+    const whole = { begin: visit[0].begin, end: visit[visit.length - 1].end };
+    for (const { begin, end } of [...visit, whole]) {
+      const x = Math.max(GUTTER, this.x(begin));
+      if (this.x(end) - x < width) continue;
+      paint.tag(context, label, request, x, y, height);
+      return;
+    }
   }
 
   /** A thin line a request; the head of the queue lies next to the lanes. */
@@ -236,21 +299,6 @@ class Timeline {
     });
   }
 
-  /** What is still to come is pale; the present step stands in a frame. */
-  drawPresent(context, paint, t, ended) {
-    if (ended) return;
-    const [x, next] = [this.x(t), this.x(t + 1)];
-    const end = Math.min(this.sheet.width, this.x(this.series.trace.n));
-    context.globalAlpha = 0.62;
-    context.fillStyle = paint.colours.bg;
-    context.fillRect(next, 0, Math.max(0, end - next + 1), this.bottom + 1);
-    context.globalAlpha = 1;
-    context.strokeStyle = paint.colours.cursor;
-    context.lineWidth = 2;
-    context.strokeRect(x, 3, Math.max(3, next - x), this.bottom - 2);
-    context.lineWidth = 1;
-  }
-
   drawRuler(context, paint, from, to, axis) {
     const { trace } = this.series;
     context.font = `11px ${FONT}`;
@@ -322,7 +370,7 @@ class PhaseLegend {
 
   draw(paint) {
     const { sheet, words } = this;
-    sheet.fit();
+    sheet.fit(paint);
     const key = `${paint.theme}/${sheet.width}/${sheet.scale}`;
     if (this.key === key) return;
     this.key = key;
