@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from minibatch.model.attention import PagedReferenceAttention
-from minibatch.model.fp8 import quantize_fp8, replace_linears
+from minibatch.model.fp8 import quantize_fp8
 from minibatch.model.fp8_kv_cache import Fp8KVCache, UnpackingAttention, calibrate
 from minibatch.model.hub import resolve
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import load_model
 from minibatch.model.one_prompt import one_prompt
+from minibatch.model.replace import replace_linears
 from minibatch.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

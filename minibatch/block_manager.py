@@ -96,6 +96,7 @@ class BlockManager:
         self.prefix_roots: dict[Hashable, PrefixNode] = {}  # by the requests' cache_salt
         self.node_of: list[PrefixNode | None] = [None] * num_gpu_blocks
         self.num_cached_blocks = 0  # free blocks whose content is still findable
+        self._held: list[tuple[Request, int]] | None = None  # to be published later, in order
         self.changes = BlockChanges()
         self.swap_out: list[tuple[int, int]] = []  # (device block, CPU block)
         self.swap_in: list[tuple[int, int]] = []  # (CPU block, device block)
@@ -180,6 +181,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return []
+        assert self._held is None, "looked up while something is still to be published"
         hits: list[int] = []
         node, size = self._prefix_root(request), self.block_size
         for start in range(0, request.num_tokens - size, size):
@@ -214,6 +216,9 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
+        if self._held is not None:
+            self._held.append((request, num_tokens))
+            return
         table, size = request.block_table, self.block_size
         last = num_tokens // size
         index = last
@@ -228,6 +233,20 @@ class BlockManager:
                 node = parent.children[tokens] = PrefixNode(parent, tokens)
             node.blocks[table[i]] = None
             self.node_of[table[i]] = node
+
+    def hold_publishing(self) -> None:
+        """Put ``publish`` off until ``publish_held``: a token of some block is not known yet. Until
+        then nobody may look anything up.
+        """
+        if self.enable_prefix_caching:
+            self._held = []
+
+    def publish_held(self) -> None:
+        """Publish what was put off, but for requests that have ended since."""
+        held, self._held = self._held or [], None
+        for request, num_tokens in held:
+            if request.finish_reason is None:
+                self.publish(request, num_tokens)
 
     def unpublish(self, request: Request) -> None:
         """Take back what ``publish`` promised of tokens that were then never computed."""

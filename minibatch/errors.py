@@ -68,6 +68,12 @@ class DeviceMemoryError(MinibatchError):
     """The GPU's memory does not hold what was asked for; the message names the knob to turn."""
 
 
+class HostMemoryError(MinibatchError):
+    """The host's memory does not hold, or does not pin, the pool of swapped KV; the message has the
+    numbers and names ``swap_space``.
+    """
+
+
 class EngineClosedError(MinibatchError):
     """The engine was closed; its memory has been given back."""
 

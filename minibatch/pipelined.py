@@ -44,9 +44,8 @@ class PipelinedEngine(Engine):
     """An ``Engine`` whose ``step()`` launches the next step before it takes this one's tokens.
 
     ``step()`` still returns the records in order, one a step. A step whose tokens somebody waits
-    for (penalties, log-probabilities, the hashes of a prefix cache) is taken first, as in
-    ``Engine``. Ctrl-C is held back to the end of ``step()``, which is no more than a device step
-    away.
+    for (penalties, log-probabilities, sometimes a prefix cache) is taken first, as in ``Engine``.
+    Ctrl-C is held back to the end of ``step()``, which is no more than a device step away.
 
     Args:
         config, executor, settings: as for ``Engine``; the executor can launch.
@@ -92,11 +91,19 @@ class PipelinedEngine(Engine):
         return output
 
     def _is_waited_for(self, flight: _Flight) -> bool:
-        if self.config.enable_prefix_caching:
-            return True
-        return any(waits_for_tokens(row) for row in flight.step.output.scheduled)
+        rows, scheduler = flight.step.output.scheduled, self.scheduler
+        if scheduler.block_manager.enable_prefix_caching:
+            size = self.config.block_size
+            somebody_looks = scheduler.waiting or scheduler.samples  # in the next step
+            # Will this row's token complete a block?
+            due = (row.samples and (row.request.num_tokens + 1) % size == 0 for row in rows)
+            if somebody_looks and any(due):
+                return True
+        return any(waits_for_tokens(row) for row in rows)
 
     def _launch(self, before: Launched | None) -> None:
+        if self._pending is None and before is not None and not self.scheduler.waiting:
+            self.scheduler.block_manager.hold_publishing()
         step = self._pending or self._decide()
         launched = self.executor.launch(step.output, before)
         self._pending = None
@@ -130,6 +137,7 @@ class PipelinedEngine(Engine):
                 token = self._fill_in(request, sampled[request.request_id])
                 if token is not None:
                     tokens[request.request_id] = token
+        self.scheduler.block_manager.publish_held()
         assert flight.record is not None
         done = [Finish(r.request_id, r.finish_reason.value) for r in flight.finished]
         self._last_end_s = self.clock()

@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minibatch.executor.release import clear_cublas_workspaces
+
 
 class Graph(Protocol):
     """One captured piece of work."""
@@ -50,6 +52,7 @@ class CudaGraph:
 def cuda_graph_maker() -> Callable[[], Graph]:
     """Makes graphs that share one memory pool: only one of them runs at a time."""
     pool = torch.cuda.graph_pool_handle()
+    clear_cublas_workspaces()  # an earlier engine's would be freed with that engine's graphs
     return lambda: CudaGraph(pool)
 
 

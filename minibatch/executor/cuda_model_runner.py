@@ -21,7 +21,7 @@ from minibatch.executor.device_sampler import INVALID, Needs, sample, write_knob
 from minibatch.executor.launch import PENDING, Launched, waits_for_tokens
 from minibatch.executor.memory import explained_oom
 from minibatch.executor.model_runner import ModelRunner, sampling_row
-from minibatch.executor.release import empty_storages, tensors_of
+from minibatch.executor.release import empty_storages, release_device_caches, tensors_of
 from minibatch.executor.step_inputs import TURNS, CopyIn, StepInputs
 from minibatch.model.attention import AttentionMetadata
 from minibatch.model.kv_cache import KVCache
@@ -180,8 +180,9 @@ class CudaModelRunner(ModelRunner):
         if self._owns_model and self.model is not None:
             held += [*self.model.parameters(), *self.model.buffers()]
         empty_storages(held)
-        del self._forward_pass
+        del held, self._forward_pass
         super().close()
+        release_device_caches()
 
     def _launch(self, output: SchedulerOutput, before: Launched | None) -> Launched:
         try:

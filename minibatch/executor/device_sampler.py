@@ -27,7 +27,7 @@ class Needs:
     random: bool
     min_p: bool
     largest_top_k: int  # 0: none
-    top_p: bool
+    nucleus_size: int  # the heaviest weights among which every top_p row finds its edge; 0: none
 
 
 def write_knobs(rows: Sequence[SamplingRow], vocab_size: int, knobs: np.ndarray) -> Needs:
@@ -37,7 +37,7 @@ def write_knobs(rows: Sequence[SamplingRow], vocab_size: int, knobs: np.ndarray)
     """
     params = [row.params for row in rows]
     if all(p.greedy for p in params):
-        return Needs(random=False, min_p=False, largest_top_k=0, top_p=False)
+        return Needs(random=False, min_p=False, largest_top_k=0, nucleus_size=0)
     top_ks = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
     columns = (
         [0.0 if p.greedy else p.temperature for p in params],
@@ -53,7 +53,8 @@ def write_knobs(rows: Sequence[SamplingRow], vocab_size: int, knobs: np.ndarray)
         random=True,
         min_p=any(p.min_p > 0 for p, _ in drawn),
         largest_top_k=max(k for _, k in drawn),
-        top_p=any(p.top_p < 1 for p, _ in drawn),
+        # A row with top_k too keeps no more than that many (or more, but equally heavy ones).
+        nucleus_size=max((k or vocab_size for p, k in drawn if p.top_p < 1), default=0),
     )
 
 
@@ -82,15 +83,27 @@ def _draw(logits: Tensor, best: Tensor, argmax: Tensor, knobs: Tensor, needs: Ne
         heaviest = weights.topk(needs.largest_top_k, dim=-1).values  # [R, K], descending
         edge = heaviest.gather(-1, (top_k.long() - 1).clamp_(min=0))
         weights.masked_fill_((weights < edge) & (top_k > 0), 0)
-    if needs.top_p:
-        # Sorted whole: to look at the heaviest only, one would have to ask whether they suffice.
-        ordered = weights.sort(dim=-1, descending=True).values
+    if needs.nucleus_size:
+        ordered = _heaviest(weights, needs.nucleus_size)  # [R, N], descending
         held = ordered.cumsum(dim=-1)
         goal = top_p * weights.cumsum(dim=-1)[:, -1:]
-        last = (held < goal).sum(dim=-1, keepdim=True).clamp_(max=weights.shape[-1] - 1)
+        last = (held < goal).sum(dim=-1, keepdim=True).clamp_(max=ordered.shape[-1] - 1)
         weights.masked_fill_((weights < ordered.gather(-1, last)) & (top_p < 1), 0)
     cumulative = weights.cumsum(dim=-1)
     drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
     drawn.clamp_(max=logits.shape[-1] - 1)
     kept = torch.where(weights.gather(-1, drawn) > 0, drawn, argmax.unsqueeze(-1))
     return kept.squeeze(-1)
+
+
+def _heaviest(weights: Tensor, count: int) -> Tensor:
+    """The ``count`` largest of each row, descending.
+
+    Without a top_k that is the whole vocabulary, sorted. ``sampler.nucleus_edge`` looks at 1024
+    first and asks whether they suffice, which they nearly always do; but to ask is to wait for the
+    device, and to search for the edge by halving takes thirty passes over the weights, which is no
+    less work than to sort them.
+    """
+    if count < weights.shape[-1]:
+        return weights.topk(count, dim=-1).values
+    return weights.sort(dim=-1, descending=True).values

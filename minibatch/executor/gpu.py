@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,10 +12,14 @@ from minibatch.config import EngineConfig, SchedulerConfig
 from minibatch.errors import ConfigError
 from minibatch.executor.cuda_graphs import Graph, cuda_graph_maker
 from minibatch.executor.cuda_model_runner import CudaModelRunner
-from minibatch.executor.memory import explained_oom
-from minibatch.model import quantization
+from minibatch.executor.memory import (
+    bytes_per_block,
+    check_swap_space,
+    explained_oom,
+    explained_swap_space,
+)
+from minibatch.model import fp8, quantization
 from minibatch.model.attention import AttentionBackend
-from minibatch.model.fp8 import quantize_fp8
 from minibatch.model.fp8_kv_cache import Fp8KVCache, UnpackingAttention, calibrate, fp8_format
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
@@ -27,7 +31,13 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def attention_backend(model: LlamaForCausalLM) -> AttentionBackend:
-    """Kernels where there are any; else what the model has (right, and slow on a GPU)."""
+    """Kernels where there are any; else what the model has (right, and slow on a GPU).
+
+    Raises:
+        ConfigError: the model is on another GPU than the current one.
+    """
+    if model.device.type == "cuda":
+        check_current(model.device)
     if not has_kernels(model.device):
         return model.backend
     from minibatch.model.triton_attention import TritonAttention
@@ -36,14 +46,33 @@ def attention_backend(model: LlamaForCausalLM) -> AttentionBackend:
     return TritonAttention.for_device(group, model.device)
 
 
+def check_current(device: torch.device) -> None:
+    """Streams, events, graphs and Triton's launches are those of the process's current GPU.
+
+    Raises:
+        ConfigError: that is another one.
+    """
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise ConfigError(
+            f"device='{device}', but the current GPU of this process is {current}: call "
+            f"torch.cuda.set_device({device.index}) first, or set CUDA_VISIBLE_DEVICES="
+            f"{device.index} and use device='cuda'."
+        )
+
+
 def make_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
-    """The pools, in the model's own dtype."""
+    """The pools, in the model's own dtype.
+
+    Raises:
+        DeviceMemoryError, HostMemoryError: one of them does not fit.
+    """
     plain: type[KVCache] = KVCache
     if has_kernels(model.device):
         from minibatch.model.triton_attention import TritonKVCache
 
         plain = TritonKVCache
-    with _explained(config):
+    with _explained(model, config, model.dtype):
         return plain(
             model.config,
             config.num_gpu_blocks,
@@ -55,7 +84,11 @@ def make_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
 
 
 def make_fp8_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
-    """Pools of 8-bit numbers, with scales; gives the model a backend that reads them."""
+    """Pools of 8-bit numbers, with scales; gives the model a backend that reads them.
+
+    Raises:
+        DeviceMemoryError, HostMemoryError: one of them does not fit.
+    """
     packed: type[Fp8KVCache] = Fp8KVCache
     number = fp8_format(model.device)
     scales = calibrate(model, number=number)
@@ -65,7 +98,7 @@ def make_fp8_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCac
         packed = TritonFp8KVCache
     elif not isinstance(model.backend, UnpackingAttention):
         model.backend = UnpackingAttention(model.backend)
-    with _explained(config):
+    with _explained(model, config, number):
         return packed(
             model.config,
             config.num_gpu_blocks,
@@ -77,11 +110,25 @@ def make_fp8_kv_cache(model: LlamaForCausalLM, config: SchedulerConfig) -> KVCac
         )
 
 
-def _explained(config: SchedulerConfig) -> AbstractContextManager[None]:
-    return explained_oom(
-        f"{config.num_gpu_blocks} KV blocks",
-        "lower gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks",
-    )
+@contextmanager
+def _explained(
+    model: LlamaForCausalLM, config: SchedulerConfig, dtype: torch.dtype
+) -> Iterator[None]:
+    """Either pool may be too large; each has knobs of its own."""
+    block_bytes = bytes_per_block(model.config, config.block_size, dtype)
+    swapped = config.num_cpu_blocks
+    if model.device.type == "cuda":
+        check_swap_space(swapped, block_bytes)
+    elif swapped <= config.num_gpu_blocks:
+        swapped = 0  # both come from the same memory, and the other one is to blame
+    with (
+        explained_oom(
+            f"{config.num_gpu_blocks} KV blocks",
+            "lower gpu_memory_utilization, kv_cache_memory_bytes or num_gpu_blocks",
+        ),
+        explained_swap_space(swapped, block_bytes),
+    ):
+        yield
 
 
 def make_runner(
@@ -126,7 +173,11 @@ def quantize(model: LlamaForCausalLM, name: str | None) -> None:
         ConfigError: this device has no kernels for it.
     """
     if name == "fp8":
-        quantize_fp8(model)
+        rows = fp8.quantize_rows
+        if has_kernels(model.device):
+            from minibatch.model.triton_fp8 import quantize_rows as rows
+
+        fp8.quantize_fp8(model, rows)
     elif name == "int8":
         if model.device.type == "cpu":
             quantization.quantize_int8(model)

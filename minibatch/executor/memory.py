@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from minibatch.config import EngineConfig
-from minibatch.errors import ConfigError, DeviceMemoryError
+from minibatch.config import EngineConfig, default_max_num_batched_tokens
+from minibatch.errors import ConfigError, DeviceMemoryError, HostMemoryError
 from minibatch.executor.device_sampler import Needs, sample
+from minibatch.executor.release import release_device_caches
 from minibatch.executor.step_inputs import NUM_KNOBS
 from minibatch.model.attention import AttentionMetadata
 from minibatch.model.config import ModelConfig
@@ -72,7 +74,8 @@ def profiled_budget(config: EngineConfig, model: LlamaForCausalLM) -> int:
     As vLLM does it: run the largest step that the scheduler could ask for, and see what the
     allocator peaked at. What other processes hold is not ours to use.
     """
-    tokens = config.max_num_batched_tokens or 2048
+    longest = config.max_model_len or model.max_model_len
+    tokens = config.max_num_batched_tokens or default_max_num_batched_tokens(config, longest)
     device = model.device
     release_unused()
     torch.cuda.synchronize(device)
@@ -80,9 +83,7 @@ def profiled_budget(config: EngineConfig, model: LlamaForCausalLM) -> int:
     foreign = total - free_before - torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     with explained_oom("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-        run_largest_step(
-            model, min(tokens, model.max_model_len), config.max_num_seqs, config.block_size
-        )
+        run_largest_step(model, tokens, config.max_num_seqs, config.block_size)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
@@ -92,29 +93,35 @@ def profiled_budget(config: EngineConfig, model: LlamaForCausalLM) -> int:
 
 @torch.inference_mode()
 def run_largest_step(
-    model: LlamaForCausalLM, num_tokens: int, num_samples: int, block_size: int
+    model: LlamaForCausalLM, num_tokens: int, max_num_seqs: int, block_size: int
 ) -> None:
-    """One prompt of ``num_tokens`` through the model, and the dearest way to sample ``num_samples``
-    tokens. All blocks are the same one: the numbers are nonsense, their memory is not.
+    """Prompts of ``num_tokens`` in all through the model, and the dearest way to sample
+    ``max_num_seqs`` tokens. All blocks are the same one: the numbers are nonsense, their memory is
+    not.
     """
-    device = model.device
+    device, longest = model.device, model.max_model_len
+    num_tokens = min(num_tokens, max_num_seqs * longest)
+    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
     cache = KVCache(model.config, 1, block_size, dtype=model.dtype, device=device)
-    positions = torch.arange(num_tokens, device=device)
-    length = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+    positions = torch.arange(num_tokens, device=device) % longest
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    width = -(-lengths[0] // block_size)
     meta = AttentionMetadata(
         slot_mapping=positions % block_size,
-        block_tables=torch.zeros(1, -(-num_tokens // block_size), dtype=torch.int32, device=device),
-        query_start=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens=length,
-        query_lens=[num_tokens],
-        seq_lens_host=[num_tokens],
+        block_tables=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
+        query_start=torch.nn.functional.pad(seq_lens.cumsum(0), (1, 0)).int(),
+        seq_lens=seq_lens,
+        query_lens=lengths,
+        seq_lens_host=lengths,
         num_decodes=0,
-        prompt_lens=length,
+        prompt_lens=seq_lens,
     )
     hidden = model(torch.zeros_like(positions), positions, cache, meta)
-    logits = model.compute_logits(hidden[-num_samples:])
+    rows = hidden[-max_num_seqs:]
+    logits = model.compute_logits(rows.repeat(-(-max_num_seqs // len(rows)), 1)[:max_num_seqs])
     knobs = torch.full((len(logits), NUM_KNOBS), 0.5, device=device)
-    sample(logits, knobs, Needs(random=True, min_p=True, largest_top_k=1, top_p=True))
+    whole = logits.shape[-1]  # a top_p without top_k sorts all of them
+    sample(logits, knobs, Needs(random=True, min_p=True, largest_top_k=1, nucleus_size=whole))
 
 
 # -- what to do about it ------------------------------------------------------------------------
@@ -135,8 +142,52 @@ def explained_oom(what: str, remedy: str) -> Iterator[None]:
         raise DeviceMemoryError(f"out of GPU memory for {what}: {remedy}. ({detail}.)") from error
 
 
+@contextmanager
+def explained_swap_space(num_blocks: int, block_bytes: int) -> Iterator[None]:
+    """Turn a failure to get host memory for swapped KV into an error that says what to turn.
+
+    Pinned memory (which a GPU reads by itself) is taken from the machine at once and whole, and
+    the operating system cannot put any of it aside. torch has no error of its own for it: it
+    passes on CUDA's.
+
+    Args:
+        num_blocks: of the CPU pool. block_bytes: of one of them.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # the GPU's memory: not about this
+    except (MemoryError, RuntimeError) as error:
+        if not num_blocks:
+            raise
+        detail = str(error).split("\n")[0].rstrip(".")
+        raise HostMemoryError(
+            f"no {num_blocks * block_bytes / GIB:.2f} GiB of host memory for {num_blocks} swapped "
+            f"KV blocks (this machine has {physical_memory() / GIB:.0f} GiB in all): lower "
+            "swap_space (in GiB) or num_cpu_blocks; with 0 a preempted request is recomputed. "
+            f"({detail}.)"
+        ) from error
+
+
+def physical_memory() -> int:
+    """Bytes of this machine's memory; 0 where the system does not tell."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_swap_space(num_blocks: int, block_bytes: int) -> None:
+    """Refuse a pinned pool that cannot be: asked for it, a machine may kill the process instead.
+
+    Raises:
+        HostMemoryError: it is larger than this machine's memory.
+    """
+    with explained_swap_space(num_blocks, block_bytes):
+        if num_blocks * block_bytes > (physical_memory() or float("inf")):
+            raise MemoryError("more than there is")
+
+
 def release_unused() -> None:
     """Give back what no object holds any more, such as an earlier engine of this notebook."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    release_device_caches()

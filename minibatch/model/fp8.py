@@ -16,27 +16,36 @@ from torch import Tensor, nn
 
 from minibatch.errors import ConfigError
 from minibatch.model.llama import LlamaForCausalLM
+from minibatch.model.replace import replace_linears
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max
+SMALLEST = 1e-12  # largest number of a row at least: one of zeros has a scale too
+
+# ``x [rows, columns]`` to e4m3 and float32 scales ``[rows, 1]``
+QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """``x [rows, columns]`` as e4m3 and float32 scales ``[rows, 1]``; the largest of a row fits."""
     x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST) / E4M3_MAX
     return (x / scale).to(E4M3), scale
 
 
 class Fp8Linear(nn.Module):
     """A linear layer in e4m3, made from an ordinary one.
 
+    Args:
+        quantize: what makes 8-bit rows of the activations.
+
     Raises:
         ConfigError: ``torch._scaled_mm`` multiplies multiples of 16 only.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, quantize: QuantizeRows = quantize_rows) -> None:
         super().__init__()
+        self.quantize = quantize
         outputs, inputs = linear.weight.shape
         if outputs % 16 or inputs % 16:
             raise ConfigError(
@@ -50,7 +59,7 @@ class Fp8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, K]`` to ``[T, N]``."""
-        rows, row_scale = quantize_rows(x)
+        rows, row_scale = self.quantize(x)
         # With scales by row a GPU writes bfloat16 only.
         dtype = torch.bfloat16 if x.is_cuda else x.dtype
         out = torch._scaled_mm(
@@ -59,8 +68,11 @@ class Fp8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-def quantize_fp8(model: LlamaForCausalLM) -> None:
-    """Replace the matrices of all layers, one by one; embedding and output layer stay.
+def quantize_fp8(model: LlamaForCausalLM, quantize: QuantizeRows = quantize_rows) -> None:
+    """Replace the matrices of all layers; embedding and output layer stay (see ``replace``).
+
+    Args:
+        quantize: as for ``Fp8Linear``.
 
     Raises:
         ConfigError: the GPU has no 8-bit floats, or the model's sizes do not suit.
@@ -71,19 +83,4 @@ def quantize_fp8(model: LlamaForCausalLM) -> None:
             f"quantization='fp8' needs a GPU of compute capability 8.9 (Ada, Hopper); "
             f"{torch.cuda.get_device_name(device)} is older. Use quantization='int8'."
         )
-    replace_linears(model, Fp8Linear)
-
-
-def replace_linears(model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Put ``make(linear)`` in the place of every linear layer of the transformer's layers."""
-    with torch.no_grad():
-        for layer in model.layers:
-            for owner in (layer.attention, layer.mlp):
-                linears = {
-                    name: child
-                    for name, child in owner.named_children()
-                    if isinstance(child, nn.Linear)
-                }
-                assert len(linears) == 2, "these layers are not plain any more"
-                for name, linear in linears.items():
-                    setattr(owner, name, make(linear))
+    replace_linears(model, lambda linear: Fp8Linear(linear, quantize))

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minibatch.model.fp8 import replace_linears
 from minibatch.model.linear import head_of
 from minibatch.model.llama import LlamaForCausalLM
+from minibatch.model.replace import replace_linears
 
 
 class Int8Linear(nn.Module):

@@ -95,10 +95,13 @@ class TritonAttention(AttentionBackend):
             for sequence in range(meta.num_decodes, len(meta.query_lens))
             for first in range(0, meta.query_lens[sequence], per_tile)
         ]
-        host = torch.from_numpy(np.array(tiles, dtype=np.int32).T.copy())  # [2, tiles]
+        # The second array begins at a multiple of 16 bytes too: see `step_inputs`.
+        numbers = np.zeros((2, -(-len(tiles) // 4) * 4), dtype=np.int32)
+        numbers[:, : len(tiles)] = np.array(tiles, dtype=np.int32).T
+        host = torch.from_numpy(numbers)
         if device.type == "cuda":
             host = host.pin_memory()  # so that the copy need not be waited for
-        tile_sequence, tile_first = host.to(device, non_blocking=True)
+        tile_sequence, tile_first = host.to(device, non_blocking=True)[:, : len(tiles)]
         tokens = sum(meta.query_lens)
         return Tiles(meta.num_decodes, tokens, tile_sequence, tile_first, self.chunk)
 

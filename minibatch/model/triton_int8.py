@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from minibatch.model.fp8 import replace_linears
 from minibatch.model.llama import LlamaForCausalLM
+from minibatch.model.replace import replace_linears
 from minibatch.model.triton_kernels import INTERPRET
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # it changes from step to step
 def _int8_linear(
     x, weight, scale, out,  # [M, K], int8 [N, K], float32 [N], [M, N]
     M, N, K, x_stride,
@@ -84,5 +84,5 @@ class TritonInt8Linear(nn.Module):
 
 
 def quantize_int8(model: LlamaForCausalLM) -> None:
-    """Replace the matrices of all layers, one by one; embedding and output layer stay."""
+    """Replace the matrices of all layers; embedding and output layer stay (see ``replace``)."""
     replace_linears(model, TritonInt8Linear)

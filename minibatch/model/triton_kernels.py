@@ -62,11 +62,12 @@ def _store_kv(
 def _attend(
     q, out,  # [T, Hq, D]
     part_a, part_m, part_d,  # float32 [T, Hq, SPLITS, D], [T, Hq, SPLITS] twice; if SPLITS > 1
-    keys, values,  # [blocks, BLOCK_SIZE, Hkv, D]
+    keys, values,  # [blocks, BLOCK_SIZE, Hkv, D], the first three dimensions apart by *_STRIDE
     key_scale, value_scale,  # float32 [Hkv], or None
     block_tables, query_start, seq_lens,  # [S, ...], [S + 1], [S]
     tile_sequence, tile_first,  # [tiles]: whose queries, and the index of the first one
     q_stride, table_stride, score_scale,
+    BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +107,8 @@ def _attend(
         key = piece + tl.arange(0, N)
         there = key < high
         block = tl.load(block_tables + sequence * table_stride + key // BLOCK_SIZE, there, 0)
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        offset = (slot * KV_HEADS + kv_head)[:, None] * D + column[None, :]
+        within = key % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+        offset = (block.to(tl.int64) * BLOCK_STRIDE + within)[:, None] + column[None, :]
         kv_mask = there[:, None] & (column[None, :] < D)  # what lies behind may be NaN
         k_tile = tl.load(keys + offset, kv_mask, 0.0).to(q_tile.dtype)  # [N, BLOCK_D]
         v_tile = tl.load(values + offset, kv_mask, 0.0).to(q_tile.dtype)
@@ -195,8 +196,8 @@ def store_kv(
 def attend(
     q: Tensor,  # [T, Hq, D]
     out: Tensor,  # [T, Hq, D]
-    keys: Tensor,  # [blocks, block_size, Hkv, D]
-    values: Tensor,
+    keys: Tensor,  # [blocks, block_size, Hkv, D]; may be a transposed view, but for D
+    values: Tensor,  # as the keys
     sequences: tuple[Tensor, Tensor, Tensor],  # block tables, query starts, lengths
     tiles: Tiles,
     scales: tuple[Tensor, Tensor] | None = None,
@@ -204,24 +205,29 @@ def attend(
     """Launch ``_attend``, and ``_merge`` if the keys were split, for the tokens of ``tiles``."""
     block_tables, query_start, seq_lens = sequences
     key_scale, value_scale = scales or (None, None)
-    tokens, heads, head_dim = q.shape
+    heads, head_dim = q.shape[1:]
     block_size, kv_heads = keys.shape[1:3]
+    assert keys.stride() == values.stride()
+    block_stride, token_stride, head_stride, one = keys.stride()
+    assert one == 1
     tiling, splits = tiles.tiling, tiles.tiling.splits
     block_d = max(16, triton.next_power_of_2(head_dim))
     part_a = part_m = part_d = None
     if splits > 1:
-        part_a = q.new_empty((tokens, heads, splits, head_dim), dtype=torch.float32)
-        part_m, part_d = q.new_empty((2, tokens, heads, splits), dtype=torch.float32)
+        rows = tiles.end  # tokens behind belong to another launch, a long prompt's maybe
+        part_a = q.new_empty((rows, heads, splits, head_dim), dtype=torch.float32)
+        part_m, part_d = (q.new_empty(part_a.shape[:3], dtype=torch.float32) for _ in range(2))
     _attend[(len(tiles.sequence), kv_heads, splits)](
         q, out, part_a, part_m, part_d, keys, values, key_scale, value_scale,
         block_tables, query_start, seq_lens, tiles.sequence, tiles.first,
         q.stride(0), block_tables.stride(0), head_dim**-0.5,
+        BLOCK_STRIDE=block_stride, TOKEN_STRIDE=token_stride, HEAD_STRIDE=head_stride,
         BLOCK_SIZE=block_size, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim,
         BLOCK_D=block_d, M=tiling.rows, N=tiling.keys, SPLITS=splits, num_warps=tiling.warps,
     )  # fmt: skip
     if splits > 1:
-        rows = slice(tiles.start, tiles.end)
+        own = slice(tiles.start, tiles.end)
         _merge[((tiles.end - tiles.start) * heads,)](
-            part_a[rows], part_m[rows], part_d[rows], out[rows],
+            part_a[own], part_m[own], part_d[own], out[own],
             D=head_dim, BLOCK_D=block_d, SPLITS=splits,
         )  # fmt: skip

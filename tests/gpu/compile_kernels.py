@@ -17,11 +17,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minibatch.model import triton_int8, triton_layers
+from minibatch.model import triton_fp8, triton_int8, triton_layers
 from minibatch.model import triton_kernels as kernels
 
-LLAMA_2 = {"BLOCK_SIZE": 16, "KV_HEADS": 32, "G": 1, "D": 128, "BLOCK_D": 128}
-LLAMA_3 = {"BLOCK_SIZE": 16, "KV_HEADS": 8, "G": 4, "D": 128, "BLOCK_D": 128}
+
+def shape(kv_heads: int, group: int, size: int = 128) -> dict[str, int]:
+    """Constants of heads over blocks of 16 tokens."""
+    strides = {"BLOCK_STRIDE": 16 * kv_heads * size, "TOKEN_STRIDE": kv_heads * size}
+    sizes = {"BLOCK_SIZE": 16, "KV_HEADS": kv_heads, "G": group, "D": size, "BLOCK_D": size}
+    return {**strides, "HEAD_STRIDE": size, **sizes}
+
+
+LLAMA_2, LLAMA_3, SMOLLM2 = shape(32, 1), shape(8, 4), shape(3, 3, size=64)
 FP8 = {80: "fp8e5", 90: "fp8e4nv"}
 
 
@@ -51,6 +58,8 @@ def variants(arch: int) -> Iterator[tuple[str, tuple[Any, dict[str, str], dict[s
     yield "decode, 8-bit cache, split", attend(LLAMA_2, fp8, 16, 16, 4)
     yield "chunk", attend(LLAMA_2, "bf16", *wide)
     yield "chunk, G=4", attend(LLAMA_3, "bf16", *wide)
+    yield "decode, G=3", attend(SMOLLM2, "bf16", 16, 4, 4)
+    yield "chunk, G=3", attend(SMOLLM2, "bf16", *wide)
     yield "chunk, 8-bit cache", attend(LLAMA_2, fp8, *wide)
     merge = {"part_a": "*fp32", "part_m": "*fp32", "part_d": "*fp32", "out": "*bf16"}
     yield "merge", (kernels._merge, merge, {"D": 128, "BLOCK_D": 128, "SPLITS": 16}, 4)
@@ -79,6 +88,10 @@ def variants(arch: int) -> Iterator[tuple[str, tuple[Any, dict[str, str], dict[s
     yield "rotate, store in 8 bits", (triton_layers._rotate_and_store, turn, heads, 4)
     silu = {"gate_up": "*bf16", "out": "*bf16"}
     yield "silu, times", (triton_layers._silu_times, silu, {"I": 11008, "BLOCK": 1024}, 4)
+    if arch >= 90:  # W8A8 is for chips with 8-bit matrix units
+        rows = {"x": "*bf16", "rows": "*fp8e4nv", "scale": "*fp32", "x_stride": "i32"}
+        sizes = {"K": 11008, "BLOCK": 4096, "LIMIT": 448.0, "SMALLEST": 1e-12}
+        yield "quantize rows", (triton_fp8._quantize_rows, rows, sizes, 8)
     matrix = {
         "x": "*bf16", "weight": "*i8", "scale": "*fp32", "out": "*bf16", "M": "i32", "N": "i32",
         "K": "i32", "x_stride": "i32",

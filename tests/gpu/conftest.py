@@ -17,6 +17,14 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def e4m3(device: torch.device) -> torch.dtype:
+    """The 8-bit float of Ada and Hopper. The interpreter has it; older GPUs have only e5m2."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no e4m3: compute capability below 8.9")
+    return torch.float8_e4m3fn
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

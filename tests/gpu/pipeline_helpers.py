@@ -52,6 +52,7 @@ class FakeLauncher:
     vocab_size: int = 50
     fails: int = 0  # launches that raise before one succeeds
     launched: list[_FakeLaunched] = field(default_factory=list)
+    ahead: int = 0  # launches before the tokens of the one before were taken
 
     def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
         return self.launch(output).wait()
@@ -71,6 +72,7 @@ class FakeLauncher:
             if row.samples:
                 drawn = random.Random(f"{request.seed} {request.num_output_tokens}")
                 tokens[request.request_id] = SampledToken(drawn.randrange(self.vocab_size))
+        self.ahead += len(unsettled)
         launch = _FakeLaunched(tokens)
         self.launched.append(launch)
         return launch
@@ -113,13 +115,13 @@ class SwappingCache(StreamedSwaps, KVCache):
     """What a GPU gets, but for the kernels."""
 
 
-def tiny_model() -> LlamaForCausalLM:
-    """Random, and with large enough weights that greedy texts vary."""
+def tiny_model(device: torch.device | str = "cpu") -> LlamaForCausalLM:
+    """Random, and with large enough weights that greedy texts vary. The same on every device."""
     model = random_model(PRESETS["tiny"], seed=3)
     for name, view in model.checkpoint_views().items():
         if not name.endswith("norm.weight"):
             view.mul_(20.0 if "embed" in name or "lm_head" in name else 6.0)
-    return model
+    return model.to(device)
 
 
 def plain_engine(model: LlamaForCausalLM, config: SchedulerConfig, **settings: Any) -> Engine:
@@ -153,8 +155,9 @@ def pipelined_engine(
 
 def make_cache(kind: type[KVCache], model: LlamaForCausalLM, config: SchedulerConfig) -> KVCache:
     cache = kind(
-        model.config, config.num_gpu_blocks, config.block_size, num_cpu_blocks=config.num_cpu_blocks
-    )
+        model.config, config.num_gpu_blocks, config.block_size,
+        device=model.device, num_cpu_blocks=config.num_cpu_blocks,
+    )  # fmt: skip
     for pool in (*cache.keys, *cache.values):
         pool.fill_(float("nan"))  # whoever reads what nobody wrote, shows it
     return cache
@@ -204,18 +207,30 @@ def drive(
 ) -> list[StepRecord]:
     """Run all to the end; returns the trace, which also has what ``step()`` did not return.
 
-    Requests come in just before the step that they name is scheduled, whenever that is.
+    Requests come in just before the step that they name is scheduled, whenever that is (or, which
+    is as early as a real one can be, before the pipelined engine chooses whether to run ahead).
     """
     left, calls = list(arrivals), 0
     schedule = engine.scheduler.schedule
 
-    def add_and_schedule(now: float = 0.0) -> SchedulerOutput:
+    def add() -> None:
         while left and left[0].step <= engine.scheduler.step:
             arrival = left.pop(0)
             engine.add_request(arrival.request_id, arrival.prompt, arrival.params, arrival_s=0.0)
+
+    def add_and_schedule(now: float = 0.0) -> SchedulerOutput:
+        add()
         return schedule(now)
 
     engine.scheduler.schedule = add_and_schedule  # type: ignore[method-assign]
+    if isinstance(engine, PipelinedEngine):
+        is_waited_for = type(engine)._is_waited_for
+
+        def add_and_choose(flight: Any) -> bool:
+            add()
+            return is_waited_for(engine, flight)
+
+        engine._is_waited_for = add_and_choose  # type: ignore[method-assign]
     while left or engine.has_unfinished:
         if before_step is not None:
             before_step(calls)

@@ -234,23 +234,36 @@ def test_only_changes_of_block_tables_are_sent(model: LlamaForCausalLM) -> None:
 # -- the copy in --------------------------------------------------------------------------------
 
 
-def test_step_inputs_lie_side_by_side_and_nothing_overlaps() -> None:
-    tokens, rows, updates = 7, 3, 2
+@pytest.mark.parametrize(
+    ("tokens", "rows", "updates"), [(7, 3, 2), (8, 4, 4), (1, 1, 0), (13, 6, 1)]
+)
+def test_step_inputs_lie_side_by_side_and_nothing_overlaps(
+    tokens: int, rows: int, updates: int
+) -> None:
     size = StepInputs.size(tokens, rows, updates)
     host = np.zeros(size, dtype=np.int32)
     inputs = StepInputs.over(host, tokens, rows, updates)
     for number, part in enumerate(vars(inputs).values()):
         part.view(np.int32)[...] = number + 1
-    assert np.count_nonzero(host) == size  # no gap
     assert [int((host == number + 1).sum()) for number in range(12)] == [
-        7, 7, 7, 4, 3, 3, 3, 3, 3 * NUM_KNOBS, 3, 2, 2,
+        tokens, tokens, tokens, rows + 1, rows, rows, rows, rows, rows * NUM_KNOBS, rows,
+        updates, updates,
     ]  # fmt: skip
     device = StepInputs.over(torch.from_numpy(host), tokens, rows, updates)
-    inputs.knobs[1, 2] = 0.25
-    assert device.knobs.dtype == torch.float32 and device.knobs[1, 2] == 0.25
+    inputs.knobs[0, 2] = 0.25
+    assert device.knobs.dtype == torch.float32 and device.knobs[0, 2] == 0.25
     # Updates lie at the end: where all else is does not depend on them.
     without = StepInputs.over(host, tokens, rows)
     assert np.shares_memory(without.due, inputs.due) and len(without.where) == 0
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (7, 3), (130, 5), (13, 6)])
+def test_every_array_of_a_step_begins_at_a_multiple_of_16_bytes(tokens: int, rows: int) -> None:
+    """Else Triton would compile its kernels anew, in the middle of serving."""
+    buffer = torch.zeros(StepInputs.size(tokens, rows, 9), dtype=torch.int32)
+    assert buffer.data_ptr() % 16 == 0
+    for name, part in vars(StepInputs.over(buffer, tokens, rows, 9)).items():
+        assert part.data_ptr() % 16 == 0, name
 
 
 def test_padding_reads_and_writes_nothing() -> None:
@@ -306,6 +319,24 @@ def test_device_sampler_draws_what_the_sampler_draws(seed: int) -> None:
     needs = write_knobs(rows, 3000, knobs)
     found = sample(logits, torch.from_numpy(knobs), needs).tolist()
     assert found == Sampler()(logits, rows).token_ids
+
+
+def test_only_a_top_p_without_top_k_sorts_the_vocabulary() -> None:
+    """With one the heaviest few are enough, also where more than k are equally heavy."""
+    logits = torch.tensor([4.0, 3, 3, 3, 3, 2, 1, 0]).repeat(2, 1)
+    for top_k, expected in ((2, 2), (0, 8)):
+        rows = [
+            SamplingRow(SamplingParams(temperature=1.0, top_p=0.95, top_k=top_k), (0, 0), 0),
+            SamplingRow(SamplingParams(temperature=1.0, top_k=6), (0, 0), 1),
+        ]
+        knobs = np.zeros((2, NUM_KNOBS), dtype=np.float32)
+        needs = write_knobs(rows, 8, knobs)
+        assert needs.nucleus_size == expected
+        for uniform in np.linspace(0, 0.999, 40):
+            knobs[:, 1] = uniform
+            with mock.patch("minibatch.sampler.uniforms", lambda rows, u=uniform: [float(u)] * 2):
+                found = sample(logits, torch.from_numpy(knobs), needs).tolist()
+                assert found == Sampler()(logits, rows).token_ids
 
 
 def test_device_sampler_marks_rows_without_a_token() -> None:

@@ -68,6 +68,31 @@ def test_quantized_rows_use_the_whole_range() -> None:
     assert not zero.float().any()
 
 
+@pytest.mark.usefixtures("e4m3")
+@pytest.mark.parametrize(("rows", "inner"), [(1, 48), (3, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_that_quantizes_rows(
+    rows: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As torch does it: numbers that the format holds exactly, in rows further apart than they are
+    long, and a row of zeros. (The interpreter rounds some of the others wrongly.)
+    """
+    pytest.importorskip("triton")
+    from minibatch.model.triton_fp8 import quantize_rows as fused
+
+    choices = torch.tensor([0.0, 1.0, -3.5, 0.8125, 208.0, -448.0])
+    generator = torch.Generator().manual_seed(0)
+    x = choices[torch.randint(6, (rows, inner + 16), generator=generator)]
+    x[:, 0] = 448
+    x[-1] *= 2.0**-9
+    x = torch.cat([x, torch.zeros(1, inner + 16)]).to(device, dtype)[:, :inner]
+    found, scale = fused(x)
+    expected, expected_scale = quantize_rows(x)
+    assert found.shape == expected.shape and scale.shape == expected_scale.shape
+    torch.testing.assert_close(scale, expected_scale)
+    assert torch.equal(found.float(), expected.float())
+
+
 def test_fp8_model() -> None:
     model = tiny_model()
     cache = KVCache(model.config, 4, 16)
@@ -167,15 +192,15 @@ def test_int8_linear(
     assert relative_error(found, expected) < tolerance
 
 
-def test_int8_weights_are_off_by_half_a_step_at_most() -> None:
+def test_int8_weights_are_off_by_half_a_step_at_most(device: torch.device) -> None:
     pytest.importorskip("triton")
     from minibatch.model.triton_int8 import TritonInt8Linear, quantize_channels
 
     torch.manual_seed(0)
-    linear = nn.Linear(64, 16)
+    linear = nn.Linear(64, 16, device=device)
     weight, scale = quantize_channels(linear.weight.detach())
     error = weight * scale[:, None] - linear.weight.detach()
     assert float(error.abs().max()) <= float(scale.max()) / 2
-    x = torch.randn(3, 64)
+    x = torch.randn(3, 64, device=device)
     with torch.inference_mode():
         assert relative_error(TritonInt8Linear(linear)(x), linear(x)) < 0.02

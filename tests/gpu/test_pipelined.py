@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from pipeline_helpers import (
+    Arrival,
     FakeLauncher,
     answers,
     decisions,
@@ -19,6 +22,7 @@ from toy_tokenizers import llama_style
 from minibatch.engine import Engine
 from minibatch.executor.launch import PENDING
 from minibatch.pipelined import PipelinedEngine
+from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler import ForcedPreemption
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -118,12 +122,92 @@ def test_steps_that_are_waited_for_are_not_guessed() -> None:
     assert [decisions(record) for record in drive(ahead, arrivals)] == expected
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_prefix_caching_waits_for_its_hashes(seed: int) -> None:
+def conversations(seed: int, **params: Any) -> list[Arrival]:
+    """Requests that begin as others did, and some that go on where another's *answer* ends, while
+    it is still being written: their blocks are entered and looked up in neighbouring steps.
+    """
+    rng = random.Random(seed)
+    arrivals: list[Arrival] = []
+    for number in range(16):
+        earlier = rng.choice(arrivals) if arrivals and rng.random() < 0.7 else None
+        prompt, seed_of_answer = [], 100 * seed + number
+        if earlier is not None:
+            seed_of_answer = earlier.params.seed or 0  # the same prompt then gets the same answer
+            said = [random.Random(f"{seed_of_answer} {n}").randrange(50) for n in range(12)]
+            prompt = (earlier.prompt + said[: rng.randint(0, 12)])[:18]
+        else:
+            prompt = [rng.randrange(2, 50) for _ in range(rng.randint(1, 12))]
+        chosen = SamplingParams(
+            max_tokens=rng.randint(1, 12), ignore_eos=True, temperature=0.0, seed=seed_of_answer
+        )
+        arrivals.append(Arrival(rng.randint(0, 30), chr(65 + number), prompt, chosen))
+    return sorted(arrivals, key=lambda arrival: arrival.step)
+
+
+def steps_ahead(engine: PipelinedEngine) -> int:
+    """Launches that came before the tokens of the launch before them."""
+    assert isinstance(engine.executor, FakeLauncher)
+    return engine.executor.ahead
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"policy": "unified"},
+        {"policy": "unified", "num_gpu_blocks": 11, "max_num_batched_tokens": 8},
+        {"policy": "continuous"},
+        {"policy": "continuous", "num_gpu_blocks": 13, "preemption_mode": "swap"},
+        {"policy": "continuous", "enable_chunked_prefill": True, "max_num_batched_tokens": 8},
+    ],
+    ids=["unified", "unified, short", "continuous", "swapping", "chunked"],
+)
+def test_prefix_caching_runs_ahead_and_finds_the_same_blocks(
+    knobs: dict[str, Any], seed: int
+) -> None:
+    """Down to the ids of the blocks that are found, freed and kept."""
+    plain, ahead = both({**knobs, "enable_prefix_caching": True, "max_num_seqs": 4})
+    arrivals = conversations(seed)
+    expected = drive(plain, arrivals)
+    found = [decisions(record) for record in drive(ahead, arrivals)]
+    assert found == [decisions(record) for record in expected]
+    assert answers(ahead, arrivals) == answers(plain, arrivals)
+    hits = sum(a.prefix_hit_tokens for record in expected for a in record.admitted)
+    assert hits > 0
+    assert steps_ahead(ahead) > len(found) // 4
+
+
+def test_without_anybody_waiting_a_prefix_cache_costs_no_step() -> None:
+    """Not even where a token completes a block; the block is found by whoever comes later."""
     plain, ahead = both({"policy": "unified", "enable_prefix_caching": True})
-    arrivals = random_arrivals(seed)
-    expected = [decisions(record) for record in drive(plain, arrivals)]
-    assert [decisions(record) for record in drive(ahead, arrivals)] == expected
+    first = random_arrivals(0, count=1, max_tokens=12)[0]
+    said = [random.Random(f"{first.params.seed} {n}").randrange(50) for n in range(12)]
+    later = Arrival(first.step + 11, "B", [*first.prompt, *said[:11]], first.params)
+    arrivals = [first, later]
+    expected = drive(plain, arrivals)
+    found = drive(ahead, arrivals)
+    assert [decisions(r) for r in found] == [decisions(r) for r in expected]
+    hits = {a.request_id: a.prefix_hit_tokens for r in found for a in r.admitted}
+    assert hits["B"] > len(first.prompt) // 4 * 4  # blocks that hold what was said
+    assert steps_ahead(ahead) >= 11
+
+
+def test_who_stops_early_leaves_no_block_that_was_never_said() -> None:
+    """Its row of the next step completes a block, which must not be found."""
+    plain, ahead = both({"policy": "unified", "enable_prefix_caching": True})
+    for seed in range(6):
+        arrivals = [
+            replace(a, request_id=f"{seed}{a.request_id}", step=a.step + 60 * seed,
+                    params=replace(a.params, stop_token_ids=list(range(0, 50, 5))))
+            for a in conversations(seed)
+        ]  # fmt: skip
+        for engine in (plain, ahead):
+            drive(engine, arrivals)
+        assert answers(ahead, arrivals) == answers(plain, arrivals)
+    for engine in (plain, ahead):
+        blocks = engine.scheduler.block_manager
+        known = [node.tokens for node in blocks.node_of if node is not None]
+        assert known and not any(PENDING in tokens for tokens in known)
 
 
 def test_several_samples_of_one_prompt() -> None:

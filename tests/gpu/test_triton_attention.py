@@ -5,9 +5,12 @@ The interpreter takes some 30 ms a program, so shapes are the smallest that show
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from paged_case import BLOCK_SIZE, attend, config, make_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -63,8 +66,12 @@ def test_half_precision(dtype: torch.dtype, head_dim: int, device: torch.device)
 
 
 @pytest.mark.parametrize("number", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_eight_bit_cache(number: torch.dtype, device: torch.device) -> None:
+def test_eight_bit_cache(
+    number: torch.dtype, device: torch.device, request: pytest.FixtureRequest
+) -> None:
     """Scales of each head, keys and values; the only error left is that of the arithmetic."""
+    if number == torch.float8_e4m3fn:
+        request.getfixturevalue("e4m3")
     case = make_case((4, 2), [40, 21], [1, 6], dtype=torch.float16, device=device, number=number)
     out = attend(backend((4, 2), splits=2), case)
     torch.testing.assert_close(out, case.expected, atol=4e-3, rtol=1e-2)
@@ -81,6 +88,42 @@ def test_rows_that_pad_a_captured_batch_give_zero(splits: int, device: torch.dev
     assert not out[1:].any()
 
 
+@pytest.mark.parametrize("number", [None, torch.float8_e5m2], ids=["plain", "8 bits"])
+def test_blocks_with_a_head_in_one_piece(number: torch.dtype | None, device: torch.device) -> None:
+    """The other layout, [blocks, Hkv, block_size, D], is a matter of strides."""
+    case = make_case((4, 2), [40, 21], [1, 6], device=device, number=number)
+    for pools in (case.cache.keys, case.cache.values):
+        bits = pools[0].view(torch.uint8)
+        apart = bits.transpose(1, 2).contiguous().transpose(1, 2)
+        assert apart.stride() != bits.stride()
+        pools[0] = apart.view(pools[0].dtype)
+    out = attend(backend((4, 2), splits=2), case)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-4)
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_a_decode_beside_a_long_prompt_needs_scratch_for_itself_alone(
+    device: torch.device,
+) -> None:
+    """Else 16 splits of a step of 8192 tokens of Llama-2-7B would take 2 GiB."""
+    case = make_case((2, 2), [33, 60], [1, 60], device=device)
+    with LargestAllocation() as largest:
+        out = attend(backend((2, 2), splits=16), case)
+    torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-4)
+    assert largest.elements == case.q.numel()  # the result
+
+
 def test_llama_2_heads(device: torch.device) -> None:
     """D = 128 in bfloat16, the default tiling, against the plain backend as well."""
     case = make_case((2, 2), [70], [1], head_dim=128, dtype=torch.bfloat16, device=device)
@@ -95,11 +138,23 @@ def test_fewer_splits_for_larger_batches() -> None:
     assert chosen == [16, 8, 4, 1, 1]
 
 
-def test_a_group_wider_than_a_tile_gets_a_wider_tile() -> None:
+def test_a_group_wider_than_a_tile_gets_a_wider_tile(device: torch.device) -> None:
     heads = (20, 1)
-    case = make_case(heads, [9, 7], [1, 3])
+    case = make_case(heads, [9, 7], [1, 3], device=device)
     out = attend(TritonAttention(20, chunk=Tiling(rows=16)), case)
     torch.testing.assert_close(out, case.expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_tiles_begin_at_multiples_of_16_bytes(prompts: int) -> None:
+    """Else Triton would compile the kernel anew, in the middle of serving."""
+    case = make_case((2, 2), [40] * prompts, [40] * prompts)
+    chunked = backend((2, 2))
+    chunked.prepare(case.meta, case.cache, torch.float32)
+    (tiles,) = case.meta.plan
+    assert tiles.sequence.tolist() == sorted([*range(prompts)] * 2)
+    assert tiles.first.tolist() == [0, 32] * prompts
+    assert tiles.sequence.data_ptr() % 16 == 0 and tiles.first.data_ptr() % 16 == 0
 
 
 # -- the store kernel ---------------------------------------------------------------------------
@@ -122,6 +177,7 @@ def test_store(device: torch.device) -> None:
         assert torch.equal(pool.flatten(0, 1), expected)
 
 
+@pytest.mark.usefixtures("e4m3")
 def test_store_in_eight_bits(device: torch.device) -> None:
     """Numbers that the format holds exactly (the interpreter rounds others wrongly), and one that
     is too large for it.
@@ -141,6 +197,7 @@ def test_store_in_eight_bits(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("e4m3")
 def test_store_rounds_as_torch_does() -> None:
     scales = 0.01 + torch.rand(1, 2, 4)
     k, v = torch.randn(2, 33, 4, 128, device="cuda", dtype=torch.bfloat16)

@@ -28,8 +28,8 @@ from minibatch.model.triton_layers import FusedLlama, add_rms_norm, silu_times
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
-    model = tiny_model()
+def model(device: torch.device) -> LlamaForCausalLM:
+    model = tiny_model(device)
     model.backend = PagedReferenceAttention()
     return model
 
@@ -38,17 +38,19 @@ def model() -> LlamaForCausalLM:
 def both(
     model: LlamaForCausalLM, caches: tuple[KVCache, KVCache], count: int = 5
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.arange(count) * 7 + 3
+    ids = torch.arange(count, device=model.device) * 7 + 3
+    positions = torch.arange(count, device=model.device) + 20
     outs = []
     for forward, cache in zip((model, FusedLlama(model)), caches, strict=True):
         meta = one_prompt(count, cache.block_size, model.device)
         meta.slot_mapping[2] = -1
-        outs.append(forward(ids, torch.arange(count) + 20, cache, meta))
+        outs.append(forward(ids, positions, cache, meta))
     return outs[0], outs[1]
 
 
 def test_forward_and_what_it_stores(model: LlamaForCausalLM) -> None:
-    caches = KVCache(model.config, 2, 16), KVCache(model.config, 2, 16)
+    first, second = (KVCache(model.config, 2, 16, device=model.device) for _ in range(2))
+    caches = first, second
     expected, found = both(model, caches)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
     for layer in range(model.config.num_layers):
@@ -60,11 +62,14 @@ def test_forward_and_what_it_stores(model: LlamaForCausalLM) -> None:
         )
 
 
+@pytest.mark.usefixtures("e4m3")
 def test_eight_bit_cache(model: LlamaForCausalLM) -> None:
     """Interpreted, one number in forty is rounded to half its size: the text is off, not lost."""
     scales = calibrate(model)
     model.backend = UnpackingAttention()
-    caches = tuple(Fp8KVCache(model.config, 2, 16, scales=scales) for _ in range(2))
+    caches = tuple(
+        Fp8KVCache(model.config, 2, 16, scales=scales, device=model.device) for _ in range(2)
+    )
     both(model, caches)  # type: ignore[arg-type]
     plain, fused = (cache.keys[0].float().flatten() for cache in caches)
     written = plain != 0
