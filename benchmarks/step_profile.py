@@ -5,8 +5,9 @@
 
 *before* is the model as it is read in ``llama.py``: plain matrices, gathered KV and
 ``scaled_dot_product_attention``. *after* is what the engine uses: packed matrices, the CPU's own
-attention, the flat forward pass. *bare* is the after-model with no engine around it: one tensor
-of K and V a layer, no pages, no scheduler, no records, the likeliest token.
+attention, the flat forward pass (``--cpu-kernels`` as in the engine). *bare* is the after-model
+with no engine around it: a cache that is written once and for all, no scheduler, no sampler, no
+records, the likeliest token.
 
 All three run in turn in one process, on random weights of SmolLM2's shape. Milliseconds of the
 median step, 128 tokens of context and growing.
@@ -22,22 +23,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import machine
 import torch
-import torch.nn.functional as F
 from quiet import Stopwatch, wait_for_quiet
-from torch import Tensor, nn
 
-from minibatch.builder import engine_for
-from minibatch.config import EngineConfig
+from minibatch.builder import cpu_forward, engine_for, pack_for_cpu
+from minibatch.config import CpuKernelsName, EngineConfig
 from minibatch.engine import Engine
-from minibatch.model.attention import AttentionBackend, PagedReferenceAttention
+from minibatch.model.attention import AttentionMetadata, PagedReferenceAttention
 from minibatch.model.flat_llama import FlatLlama
-from minibatch.model.linear import PackedLinear, can_pack, pack_linears
+from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import LlamaForCausalLM
 from minibatch.model.loader import random_model
 from minibatch.model.presets import preset
@@ -70,7 +69,9 @@ class Clock:
 class Subject:
     """An engine whose decode steps are measured, part by part."""
 
-    def __init__(self, model: LlamaForCausalLM, batch: int, steps: int, before: bool) -> None:
+    def __init__(
+        self, model: LlamaForCausalLM, batch: int, steps: int, kernels: CpuKernelsName, before: bool
+    ) -> None:
         longest = PROMPT_LEN + steps + 16
         config = EngineConfig(
             "profile",
@@ -79,14 +80,12 @@ class Subject:
             max_num_batched_tokens=max(2048, longest),
             num_gpu_blocks=batch * (longest // 16 + 2) + 8,
             num_cpu_blocks=0,
+            cpu_kernels=kernels,
         )
-        backend: AttentionBackend = model.backend
-        if before:
-            backend = PagedReferenceAttention()
         self.engine: Engine = engine_for(model, config)
         runner: Any = self.engine.executor
-        model.backend = backend
         if before:
+            model.backend = PagedReferenceAttention()
             runner._forward_pass = model
         self.clock = Clock()
         self._watch(model, runner)
@@ -101,12 +100,13 @@ class Subject:
         """Matrices wherever they are called from; the rest by its owner."""
         clock = self.clock
         for module in model.modules():
-            if isinstance(module, (nn.Linear, PackedLinear)):
+            if type(module).__name__.endswith("Linear"):
                 clock.watch(module, "forward", "matrices")
         if model.lm_head is None:
             clock.watch(model, "compute_logits", "matrices")
         if isinstance(runner._forward_pass, FlatLlama):
-            runner._forward_pass = FlatLlama(model)  # it holds the functions of before
+            # Made anew: it holds the functions of before.
+            runner._forward_pass = FlatLlama(model, runner._forward_pass.ops)
         clock.watch(model.backend, "forward", "attention")
         clock.watch(model.backend, "prepare", "attention")
         clock.watch(runner, "_pack", "inputs")
@@ -130,68 +130,55 @@ class Subject:
         }
 
 
-class Dense(AttentionBackend):
-    """K and V of a batch in one tensor a layer; also plays the cache that it reads."""
-
-    def __init__(self, model: LlamaForCausalLM, batch: int, length: int) -> None:
-        c = model.config
-        shape = (c.num_layers, 2, batch, c.num_kv_heads, length, c.head_dim)
-        self.kv = torch.zeros(shape, dtype=model.dtype)
-        self.used = 0
-
-    def store(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        self.kv[layer, 0, :, :, self.used - 1] = k
-        self.kv[layer, 1, :, :, self.used - 1] = v
-
-    def prepare(self, *args: Any) -> None: ...
-
-    def forward(self, q: Tensor, cache: Any, layer: int, meta: Any) -> Tensor:
-        k, v = self.kv[layer, :, :, :, : self.used]
-        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])  # [B, Hkv, G, D]
-        return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
-
-
 class Bare:
-    """The same model without an engine."""
+    """The same forward pass without an engine, over blocks in a row."""
 
-    def __init__(self, model: LlamaForCausalLM, batch: int, steps: int) -> None:
-        self.model, self.forward = model, FlatLlama(model)
-        self.dense = Dense(model, batch, PROMPT_LEN + steps + 16)
-        self.dense.used = PROMPT_LEN
+    def __init__(
+        self, model: LlamaForCausalLM, batch: int, steps: int, kernels: CpuKernelsName
+    ) -> None:
+        config = EngineConfig("bare", cpu_kernels=kernels)
+        self.model, self.forward = model, cpu_forward(model, config)
+        self.batch, self.used = batch, PROMPT_LEN
+        blocks_each = (PROMPT_LEN + steps) // 16 + 2
+        self.kv_cache = KVCache(model.config, batch * blocks_each, 16, dtype=model.dtype)
+        blocks = torch.arange(batch * blocks_each, dtype=torch.int32)
+        self.block_tables = blocks.view(batch, blocks_each)
+        self.query_start = torch.arange(batch + 1, dtype=torch.int32)
         self.ids = torch.arange(batch)
 
     @torch.inference_mode()
     def step(self) -> dict[str, float]:
         start = time.perf_counter()
-        self.dense.used += 1
-        positions = torch.full_like(self.ids, self.dense.used - 1)
-        backend, self.model.backend = self.model.backend, self.dense
-        hidden = self.forward(self.ids, positions, self.dense, Slots(self.ids))
-        self.model.backend = backend
+        last, self.used = self.used, self.used + 1
+        positions = torch.full_like(self.ids, last)
+        meta = AttentionMetadata(
+            slot_mapping=self.block_tables[:, last // 16].long() * 16 + last % 16,
+            block_tables=self.block_tables,
+            query_start=self.query_start,
+            seq_lens=torch.full((self.batch,), self.used, dtype=torch.int32),
+            query_lens=[1] * self.batch,
+            seq_lens_host=[self.used] * self.batch,
+            num_decodes=self.batch,
+        )
+        hidden = self.forward(self.ids, positions, self.kv_cache, meta)
         logits = self.model.compute_logits(hidden)
         self.ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
         return {"step": time.perf_counter() - start}
 
 
-class Slots:
-    """All that the flat pass reads of a step's metadata."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.slot_mapping, self.prompt_lens = ids, None
-
-
-def measure(dtype: str, batch: int, steps: int, wait_s: float) -> dict[str, Any]:
+def measure(
+    dtype: str, batch: int, steps: int, kernels: CpuKernelsName, wait_s: float
+) -> dict[str, Any]:
     """Medians by subject and part, and the share of the cores that others took."""
     shape = preset("smollm2-135m")
     torch_dtype = getattr(torch, dtype)
     models = [random_model(shape, dtype=torch_dtype, max_model_len=1024) for _ in range(3)]
     for model in models[1:]:
-        if can_pack(torch_dtype, model.device):
-            pack_linears(model)
+        pack_for_cpu(model, EngineConfig("profile", cpu_kernels=kernels))
     subjects: dict[str, Any] = {
-        "before": Subject(models[0], batch, steps + 5, before=True),
-        "after": Subject(models[1], batch, steps + 5, before=False),
-        "bare": Bare(models[2], batch, steps + 5),
+        "before": Subject(models[0], batch, steps + 5, kernels, before=True),
+        "after": Subject(models[1], batch, steps + 5, kernels, before=False),
+        "bare": Bare(models[2], batch, steps + 5, kernels),
     }
     wait_for_quiet(wait_s)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
@@ -230,6 +217,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--cpu-kernels", default="auto", choices=get_args(CpuKernelsName))
     parser.add_argument("--wait", type=float, default=30, help="seconds at most, for quiet")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md too")
@@ -238,8 +226,9 @@ def main() -> None:
     results = []
     for dtype in args.dtypes:
         for batch in args.batches:
-            results.append(measure(dtype, batch, args.steps, args.wait))
-            print(table(HEADER, lines(results)), flush=True)
+            results.append(measure(dtype, batch, args.steps, args.cpu_kernels, args.wait))
+            print(f"{dtype}, batch {batch}: done", file=sys.stderr, flush=True)
+    print(table(HEADER, lines(results)))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         data = {**machine.describe(), "rows": results}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 import minibatch
 from minibatch.config import EngineConfig
@@ -29,7 +31,11 @@ from minibatch.executor.memory import (
 )
 from minibatch.executor.model_runner import ModelRunner
 from minibatch.executor.release import empty_storages
+from minibatch.model.backends import default_backend
 from minibatch.model.config import ModelConfig
+from minibatch.model.cpu.kernels import layer_kernels
+from minibatch.model.cpu.linear import compiled_linear
+from minibatch.model.cpu.ops import CompiledAttention, CompiledOps
 from minibatch.model.flat_llama import FlatLlama
 from minibatch.model.hub import resolve
 from minibatch.model.linear import can_pack, pack_linears
@@ -39,6 +45,8 @@ from minibatch.model.presets import PRESETS
 from minibatch.pipelined import PipelinedEngine
 from minibatch.tokenizer import Tokenizer
 from minibatch.trace import TraceMeta
+
+T = TypeVar("T")
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -73,10 +81,9 @@ def build_engine(config: EngineConfig) -> Engine:
     try:
         if device.type == "cpu":
             keep_freed_memory()
-        if config.quantization is not None:
+            pack_for_cpu(model, config)
+        elif config.quantization is not None:
             quantize(model, config.quantization)
-        elif can_pack(dtype, device):
-            pack_linears(model)
         return engine_for(model, config, tokenizer, owns_model=True)
     except BaseException:  # the traceback holds the model; its memory is wanted back all the same
         empty_storages([*model.parameters(), *model.buffers()])
@@ -107,6 +114,7 @@ def engine_for(
         num_gpu_blocks=blocks,
         num_cpu_blocks=cpu_blocks,
     )
+    forward = cpu_forward(model, config) if model.device.type == "cpu" else None
     make_cache = make_fp8_kv_cache if config.kv_cache_dtype == "fp8" else make_kv_cache
     kv_cache = make_cache(model, scheduler_config)
     engine_class: type[Engine]
@@ -116,7 +124,6 @@ def engine_for(
         executor = make_runner(model, kv_cache, scheduler_config, config, owns_model)
     else:
         engine_class = Engine
-        forward = FlatLlama(model)
         executor = ModelRunner(model, kv_cache, scheduler_config.max_model_len, forward)
     return engine_class(
         scheduler_config,
@@ -126,7 +133,7 @@ def engine_for(
             source="measured",
             model=config.model,
             hardware=describe_device(model.device),
-            software=versions(),
+            software=versions() | cpu_software(model),
         ),
         vocab_size=shape.vocab_size,
         eos_token_ids=end_tokens(shape, tokenizer),
@@ -134,6 +141,58 @@ def engine_for(
         seed=config.seed,
         check=config.check_invariants,
     )
+
+
+def pack_for_cpu(model: LlamaForCausalLM, config: EngineConfig) -> None:
+    """Bring the matrices into the form that is multiplied fastest here; 8-bit ones if wanted.
+
+    Raises:
+        ConfigError: ``cpu_kernels="compiled"``, and they cannot be had; it says why.
+    """
+    int8 = config.quantization == "int8"
+    make: Callable[[nn.Linear], nn.Module] | None = None
+    if int8 or config.quantization is None:
+        make = compiled(config, lambda: compiled_linear(model, int8))
+    if make is not None:
+        pack_linears(model, make)
+    elif config.quantization is not None:
+        quantize(model, config.quantization)
+    elif can_pack(model.dtype, model.device):
+        pack_linears(model)
+
+
+def cpu_forward(model: LlamaForCausalLM, config: EngineConfig) -> FlatLlama:
+    """The forward pass of a CPU, and the attention that goes with it.
+
+    Raises:
+        ConfigError: ``cpu_kernels="compiled"``, and they cannot be had; it says why.
+    """
+    kernels = compiled(config, lambda: layer_kernels(model, config.kv_cache_dtype))
+    if kernels is None:
+        model.backend = default_backend(model.config, model.device)
+        return FlatLlama(model)
+    model.backend = CompiledAttention(kernels, model.config.num_heads)
+    return FlatLlama(model, CompiledOps(kernels, model.config.num_heads))
+
+
+def compiled(config: EngineConfig, make: Callable[[], T]) -> T | None:
+    """What ``make`` makes of the C sources; None where torch is wanted, or is all there is."""
+    if config.cpu_kernels == "torch":
+        return None
+    try:
+        return make()
+    except ConfigError as error:
+        if config.cpu_kernels == "compiled":
+            raise ConfigError(f"cpu_kernels='compiled': {error} Use 'auto' or 'torch'.") from None
+        return None
+
+
+def cpu_software(model: LlamaForCausalLM) -> dict[str, str]:
+    """Which kernels ran, for whoever reads speeds in a trace."""
+    if model.device.type != "cpu":
+        return {}
+    compiled = isinstance(model.backend, CompiledAttention)
+    return {"cpu_kernels": "compiled" if compiled else "torch"}
 
 
 def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:

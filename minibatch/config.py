@@ -19,6 +19,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 KVCacheDtype = Literal["auto", "fp8"]
 Quantization = Literal["int8", "fp8"]
+CpuKernelsName = Literal["auto", "compiled", "torch"]
 
 
 class PreemptionMode(str, Enum):
@@ -108,6 +109,9 @@ class EngineConfig:
         max_wait: seconds that ``static`` waits for its batch to fill.
         tensor_parallel_size: devices; this version has 1.
         enforce_eager: no CUDA graphs.
+        cpu_kernels: ``compiled`` builds a layer's small operations and decodes' attention with the
+            C compiler of this machine (for float32 and bfloat16 on a CPU); ``torch`` uses torch's
+            own; ``auto`` takes the compiled ones where they can be had.
         seed: where the seeds of unseeded requests come from.
         check_invariants: verify the books after every step (slow; for tests and lessons).
     """
@@ -135,6 +139,7 @@ class EngineConfig:
     max_wait: float = 0.0
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
+    cpu_kernels: CpuKernelsName = "auto"
     seed: int = 0
     check_invariants: bool = False
 
@@ -145,6 +150,7 @@ class EngineConfig:
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         check_choice("dtype", self.dtype, get_args(DtypeName))
         check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        check_choice("cpu_kernels", self.cpu_kernels, get_args(CpuKernelsName))
         if self.quantization is not None:
             check_choice("quantization", self.quantization, get_args(Quantization))
         check_count("block_size", self.block_size)

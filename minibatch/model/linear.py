@@ -9,12 +9,13 @@ same numbers and the same sums, at 1.1 to 2.5 times the speed.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from minibatch.model.fp8 import replace_linears
 from minibatch.model.llama import LlamaForCausalLM
+from minibatch.model.replace import replace_linears
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -46,14 +47,16 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def pack_linears(model: LlamaForCausalLM) -> None:
-    """Pack every matrix of ``model``, which can then only be run.
+def pack_linears(
+    model: LlamaForCausalLM, make: Callable[[nn.Linear], nn.Module] = PackedLinear
+) -> None:
+    """Replace every matrix of ``model`` by what ``make`` makes of it: it can then only be run.
 
     One by one, so that no second copy of the model exists at any time. Only a tied head is one:
     looking tokens up needs the plain embedding, multiplying by it the packed one.
     """
-    replace_linears(model, PackedLinear)
-    model.lm_head = PackedLinear(head_of(model))
+    replace_linears(model, make)
+    model.lm_head = make(head_of(model))
 
 
 def head_of(model: LlamaForCausalLM) -> nn.Linear:

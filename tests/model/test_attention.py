@@ -8,9 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from minibatch.errors import ConfigError
 from minibatch.model import paged_cpu_attention
 from minibatch.model.attention import AttentionBackend, AttentionMetadata, PagedReferenceAttention
 from minibatch.model.config import ModelConfig
+from minibatch.model.cpu.kernels import CpuKernels
+from minibatch.model.cpu.ops import CompiledAttention
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.paged_cpu_attention import PagedCPUAttention, split_by_length
 
@@ -81,17 +84,28 @@ def by_hand(
     return torch.stack(rows)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", "compiled"])
 def attend(request: pytest.FixtureRequest) -> Attend:
-    """One layer's attention, by either backend."""
+    """One layer's attention, by each backend."""
 
     def run(cache: KVCache, meta: AttentionMetadata, q: torch.Tensor) -> torch.Tensor:
-        cpu = request.param == "cpu"
-        return run_backend(
-            PagedCPUAttention(q.shape[1]) if cpu else PagedReferenceAttention(), cache, meta, q
-        )
+        backends: dict[str, Callable[[], AttentionBackend]] = {
+            "reference": PagedReferenceAttention,
+            "cpu": lambda: PagedCPUAttention(q.shape[1]),
+            "compiled": lambda: compiled_attention(q, cache),
+        }
+        return run_backend(backends[request.param](), cache, meta, q)
 
     return run
+
+
+def compiled_attention(q: torch.Tensor, cache: KVCache) -> AttentionBackend:
+    heads = q.shape[1]
+    try:
+        kernels = CpuKernels(q.dtype, HEAD_DIM, heads // cache.keys[0].shape[2])
+    except ConfigError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    return CompiledAttention(kernels, heads)
 
 
 def run_backend(

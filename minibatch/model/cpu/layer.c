@@ -1,0 +1,249 @@
+// What a Llama layer does between its matrices, and decodes' attention: one loop each, for a CPU.
+//
+// torch spells each of these as five to ten calls. On a small batch a call costs more than its
+// work, and every call writes its whole result to memory for the next one to read. Here a number
+// is read once and written once; in between it stays in a register, as a float.
+//
+// Compiled for one model: -DHEAD_DIM, -DGROUP (query heads that share a KV head), and -DBF16.
+
+#include <math.h>
+
+#include "numbers.h"
+
+#define WORTH_SHARING 32768  // numbers; less is done before a second thread has begun
+
+// exp to one part in ten million, in a form that compilers vectorise: 2^n e^r, |r| <= ln 2 / 2.
+// The polynomial is that of the Cephes library.
+static inline float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x;  // written so that a NaN passes both bounds
+    x = x > 88.0f ? 88.0f : x;
+    const float n = rintf(x * 1.44269504f);
+    // r = x - n ln 2, with ln 2 in two parts: n times the first one is exact.
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;  // 2^n
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+// stream += added (unless NULL); normed = stream / rms(stream) * weight. All are [rows, size].
+void add_norm(number *normed, number *stream, const number *added, const number *weight,
+              int64_t rows, int64_t size, float eps) {
+#pragma omp parallel for if (rows * size > WORTH_SHARING)
+    for (int64_t row = 0; row < rows; row++) {
+        number *x = stream + row * size, *out = normed + row * size;
+        if (added) {
+            const number *more = added + row * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) x[i] = narrow(widen(x[i]) + widen(more[i]));
+        }
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) squares += widen(x[i]) * widen(x[i]);
+        const float scale = 1 / sqrtf(squares / size + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[i] = narrow(widen(x[i]) * scale * widen(weight[i]));
+    }
+}
+
+// Rope, and the KV cache's store. qkv [tokens, heads + 2 kv_heads, HEAD_DIM]: queries and keys
+// are turned where they lie; keys and values are copied to row slots[token] of the pools
+// [slots, kv_heads, HEAD_DIM], unless it is negative. cosine and sine: [tokens, HEAD_DIM], the
+// sines' first half with the sign changed (see rotary.py).
+void turn_and_store(number *qkv, const number *cosine, const number *sine, number *keys,
+                    number *values, const int64_t *slots, int64_t tokens, int64_t heads,
+                    int64_t kv_heads) {
+    const int64_t half = HEAD_DIM / 2, row = kv_heads * HEAD_DIM;
+    const int64_t stride = heads * HEAD_DIM + 2 * row;
+#pragma omp parallel for if (tokens * stride > WORTH_SHARING)
+    for (int64_t token = 0; token < tokens; token++) {
+        number *head = qkv + token * stride;
+        const number *c = cosine + token * HEAD_DIM, *s = sine + token * HEAD_DIM;
+        for (int64_t i = 0; i < heads + kv_heads; i++, head += HEAD_DIM) {
+#pragma omp simd
+            for (int64_t d = 0; d < half; d++) {
+                const float a = widen(head[d]), b = widen(head[d + half]);
+                head[d] = narrow(a * widen(c[d]) + b * widen(s[d]));
+                head[d + half] = narrow(b * widen(c[d + half]) + a * widen(s[d + half]));
+            }
+        }
+        if (slots[token] < 0) continue;
+        memcpy(keys + slots[token] * row, head - row, row * sizeof(number));
+        memcpy(values + slots[token] * row, head, row * sizeof(number));
+    }
+}
+
+// out = silu(gate) * up. gate_up [rows, 2 inner], out [rows, inner].
+void silu_mul(number *out, const number *gate_up, int64_t rows, int64_t inner) {
+#pragma omp parallel for if (rows * inner > WORTH_SHARING)
+    for (int64_t row = 0; row < rows; row++) {
+        const number *gate = gate_up + row * 2 * inner, *up = gate + inner;
+        number *to = out + row * inner;
+#pragma omp simd
+        for (int64_t i = 0; i < inner; i++) {
+            const float g = widen(gate[i]);
+            to[i] = narrow(g / (1 + fast_exp(-g)) * widen(up[i]));
+        }
+    }
+}
+
+// -- attention --------------------------------------------------------------------------------
+
+// A head in vector registers of LANES floats: 16 (AVX-512) where that divides it. The compiler
+// makes do with narrower registers if the processor has no such wide ones.
+#define LANES (HEAD_DIM % 32 == 0 ? 16 : HEAD_DIM % 16 == 0 ? 8 : 4)
+#define VECTORS (HEAD_DIM / LANES)
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef float four __attribute__((vector_size(16)));
+typedef struct {
+    floats part[VECTORS];
+} head;
+
+// bfloat16 comes in pairs: a vector of the numbers at even places, then one of those at odd ones.
+// A dot product does not mind, if both sides are read so; store_head puts them back in line.
+static inline head load_head(const number *from) {
+    head x;
+#ifdef BF16
+    for (int i = 0; i < VECTORS; i += 2, from += 2 * LANES) {
+        words pairs;
+        memcpy(&pairs, from, sizeof pairs);
+        x.part[i] = (floats)(pairs << 16);
+        x.part[i + 1] = (floats)(pairs & 0xffff0000);
+    }
+#else
+    memcpy(&x, from, sizeof x);
+#endif
+    return x;
+}
+
+static inline void store_head(number *to, const head *x) {
+    for (int i = 0; i < VECTORS; i++)
+        for (int lane = 0; lane < LANES; lane++) {
+#ifdef BF16
+            to[(i / 2 * LANES + lane) * 2 + i % 2] = narrow(x->part[i][lane]);
+#else
+            to[i * LANES + lane] = x->part[i][lane];
+#endif
+        }
+}
+
+static inline float dot(const head *x, const head *y) {
+    union {
+        floats all;
+        four quarter[LANES / 4];
+    } product = {x->part[0] * y->part[0]};
+    for (int i = 1; i < VECTORS; i++) product.all += x->part[i] * y->part[i];
+    four sum = product.quarter[0];
+    for (int i = 1; i < LANES / 4; i++) sum += product.quarter[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+static inline void prefetch_head(const number *from) {
+    for (int i = 0; i < HEAD_DIM; i += 64 / sizeof(number)) __builtin_prefetch(from + i);
+}
+
+// One query head on its way along its sequence: a softmax that is not finished. `top` is the
+// highest score so far; `total` and `sum` are the weights, and the values times their weights,
+// with weight exp(score - top).
+typedef struct {
+    head query, sum;
+    float total, top;
+} reader;
+
+#define TILE 16  // tokens whose scores are held at once
+
+// Readers of one KV head read `tokens` <= TILE keys and values, `row` numbers apart. Blocks lie
+// anywhere in the pool, where the processor does not look ahead: those to come, `ahead` numbers
+// further, are called for while these are worked on.
+static inline void read_tile(reader readers[GROUP], const number *keys, const number *values,
+                             int64_t tokens, int64_t row, int64_t ahead) {
+    float weight[GROUP][TILE];  // at first, scores
+    for (int64_t t = 0; t < tokens; t++, keys += row) {
+        const head key = load_head(keys);
+        prefetch_head(keys + ahead);
+        for (int g = 0; g < GROUP; g++) weight[g][t] = dot(&readers[g].query, &key);
+    }
+    head sum[GROUP];
+    for (int g = 0; g < GROUP; g++) {
+        float top = readers[g].top, fresh = 0;
+        for (int64_t t = 0; t < tokens; t++) top = weight[g][t] > top ? weight[g][t] : top;
+#pragma omp simd reduction(+ : fresh)
+        for (int64_t t = 0; t < tokens; t++) {
+            weight[g][t] = fast_exp(weight[g][t] - top);
+            fresh += weight[g][t];
+        }
+        const float shrink = fast_exp(readers[g].top - top);  // a top that rose
+        readers[g].top = top;
+        readers[g].total = readers[g].total * shrink + fresh;
+        for (int i = 0; i < VECTORS; i++) sum[g].part[i] = readers[g].sum.part[i] * shrink;
+    }
+    for (int64_t t = 0; t < tokens; t++, values += row) {
+        const head value = load_head(values);
+        prefetch_head(values + ahead);
+        for (int g = 0; g < GROUP; g++)
+            for (int i = 0; i < VECTORS; i++) sum[g].part[i] += weight[g][t] * value.part[i];
+    }
+    for (int g = 0; g < GROUP; g++) readers[g].sum = sum[g];
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Paged attention of one-token sequences. Keys and values are read where they lie, block by
+// block, each once for all query heads that share it; softmax goes along with the reading
+// (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+//
+// A sequence's queries [heads, HEAD_DIM] lie `stride` numbers behind the former's. keys, values:
+// [blocks, block_size, kv_heads, HEAD_DIM]; tables [sequences, max_blocks]; out [sequences,
+// heads, HEAD_DIM], 0 for a sequence of length 0. Where sequences are fewer than threads, each
+// is shared by `parts` of them, head by head.
+void attend_decodes(number *out, const number *q, int64_t stride, const number *keys,
+                    const number *values, const int32_t *tables, int64_t max_blocks,
+                    const int32_t *lengths, int64_t sequences, int64_t kv_heads,
+                    int64_t block_size, int64_t parts) {
+    const int64_t row = kv_heads * HEAD_DIM;  // from one token to the next
+    const float scale = 1 / sqrtf(HEAD_DIM);
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t s = 0; s < sequences; s++)
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = kv_heads * part / parts;
+            const int64_t count = kv_heads * (part + 1) / parts - first;
+            const int64_t length = lengths[s];
+            const int32_t *table = tables + s * max_blocks;
+            const number *query = q + s * stride + first * GROUP * HEAD_DIM;
+            number *to = out + (s * kv_heads + first) * GROUP * HEAD_DIM;
+
+            reader readers[count * GROUP];
+            for (int64_t i = 0; i < count * GROUP; i++) {
+                memset(&readers[i], 0, sizeof readers[i]);
+                readers[i].top = -INFINITY;
+                readers[i].query = load_head(query + i * HEAD_DIM);
+                for (int d = 0; d < VECTORS; d++) readers[i].query.part[d] *= scale;
+            }
+            int64_t tokens;  // of one block, TILE at most
+            for (int64_t start = 0; start < length; start += tokens) {
+                const int64_t inside = start % block_size;
+                tokens = least(least(TILE, block_size - inside), length - start);
+                const int64_t slot = table[start / block_size] * block_size + inside;
+                const int64_t after = least(start + tokens, length - 1);
+                const int64_t next = table[after / block_size] * block_size + after % block_size;
+                for (int64_t h = 0; h < count; h++) {
+                    const int64_t at = slot * row + (first + h) * HEAD_DIM;
+                    read_tile(readers + h * GROUP, keys + at, values + at, tokens, row,
+                              (next - slot) * row);
+                }
+            }
+            for (int64_t i = 0; i < count * GROUP; i++) {
+                for (int d = 0; d < VECTORS; d++)
+                    readers[i].sum.part[d] /= length ? readers[i].total : 1;
+                store_head(to + i * HEAD_DIM, &readers[i].sum);
+            }
+        }
+}
