@@ -171,7 +171,7 @@ def cpu_forward(model: LlamaForCausalLM, config: EngineConfig) -> FlatLlama:
     if kernels is None:
         model.backend = default_backend(model.config, model.device)
         return FlatLlama(model)
-    model.backend = CompiledAttention(kernels, model.config.num_heads)
+    model.backend = CompiledAttention(kernels)
     return FlatLlama(model, CompiledOps(kernels, model.config.num_heads))
 
 

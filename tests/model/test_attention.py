@@ -105,7 +105,7 @@ def compiled_attention(q: torch.Tensor, cache: KVCache) -> AttentionBackend:
         kernels = CpuKernels(q.dtype, HEAD_DIM, heads // cache.keys[0].shape[2])
     except ConfigError as error:
         pytest.skip(str(error).partition("\n")[0])
-    return CompiledAttention(kernels, heads)
+    return CompiledAttention(kernels)
 
 
 def run_backend(

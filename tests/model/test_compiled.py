@@ -20,10 +20,13 @@ from minibatch.builder import engine_for, pack_for_cpu
 from minibatch.config import EngineConfig
 from minibatch.engine import Engine
 from minibatch.errors import ConfigError
+from minibatch.model.attention import AttentionMetadata
+from minibatch.model.config import ModelConfig
 from minibatch.model.cpu import compiler
 from minibatch.model.cpu.kernels import CpuKernels
 from minibatch.model.cpu.linear import CompiledLinear, pack
 from minibatch.model.cpu.ops import CompiledAttention
+from minibatch.model.kv_cache import KVCache
 from minibatch.model.linear import PackedLinear
 from minibatch.model.llama import MLP_ROWS
 from minibatch.model.loader import load_model
@@ -191,6 +194,71 @@ def test_decodes_read_pages(
         alone = torch.full(q.shape, 7.0, dtype=dtype)  # fewer sequences than threads
         kernels.attend_decodes(alone, q[9:], *pool, tables[9:], seq_lens[9:], 1)
         assert torch.equal(alone[0], out[9]) and bool((alone[1:] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 16, 40])
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(8, 5, 5), (24, 6, 2), (64, 9, 3)])
+def test_chunks_see_what_came_before_them(
+    processor: None,
+    threads: Callable[[int], None],
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    """Whole prompts and later pieces, over the edges of tiles; unwritten slots hold NaN."""
+    torch.manual_seed(0)
+    kernels = CpuKernels(dtype, head_dim, heads // kv_heads)
+    attention = CompiledAttention(kernels)
+    pieces = [(2, 2), (70, 70), (65, 33), (100, 3), (33, 32)]  # tokens in all, queries
+    config = shape_of(heads, kv_heads, head_dim)
+    needed = [-(-length // block_size) for length, _ in pieces]
+    cache = KVCache(config, sum(needed) + 3, block_size, dtype=dtype)
+    cache.keys[0].fill_(torch.nan)
+    cache.values[0].fill_(torch.nan)
+    deck = torch.randperm(sum(needed) + 3).tolist()
+    tables = torch.full((len(pieces), max(needed) + 1), -1, dtype=torch.int32)
+    tokens = sum(queries for _, queries in pieces)
+    q = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
+    exact, token = torch.empty(tokens, heads, head_dim, dtype=torch.float64), 0
+    for row, (length, queries) in enumerate(pieces):
+        blocks = [deck.pop() for _ in range(needed[row])]
+        tables[row, : len(blocks)] = torch.tensor(blocks)
+        k, v = torch.randn(2, length, kv_heads, head_dim).to(dtype)
+        slots = [blocks[t // block_size] * block_size + t % block_size for t in range(length)]
+        cache.store(0, k, v, torch.tensor(slots))
+        for i in range(queries):
+            seen = length - queries + i + 1
+            for head in range(heads):
+                keys, values = (x[:seen, head * kv_heads // heads].double() for x in (k, v))
+                scores = keys @ q[token, head].double() / head_dim**0.5
+                exact[token, head] = scores.softmax(0) @ values
+            token += 1
+    meta = AttentionMetadata(
+        slot_mapping=torch.zeros(tokens + 2, dtype=torch.int64),  # two tokens of padding
+        block_tables=tables,
+        query_start=torch.tensor([0, *(n for _, n in pieces)]).cumsum(0).int(),
+        seq_lens=torch.tensor([length for length, _ in pieces]).int(),
+        query_lens=[queries for _, queries in pieces],
+        seq_lens_host=[length for length, _ in pieces],
+        num_decodes=0,
+    )
+    padded = torch.cat((q, q[:2]))
+    for number in (1, 3):
+        threads(number)
+        attention.prepare(meta, cache, dtype)
+        out = attention.forward(padded, cache, 0, meta)
+        close(out[:tokens], exact, dtype)
+        assert not out[tokens:].any()
+
+
+def shape_of(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=head_dim, max_position_embeddings=128,
+    )  # fmt: skip
 
 
 def test_scores_far_apart_and_far_from_zero() -> None:

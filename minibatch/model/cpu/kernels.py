@@ -17,6 +17,10 @@ SIGNATURES = {
         *(POINTER, POINTER, COUNT, POINTER, POINTER, POINTER, COUNT, POINTER),
         *(COUNT,) * 4,
     ),
+    "attend_chunks": (
+        *(POINTER, POINTER, COUNT, POINTER, POINTER, POINTER, COUNT, POINTER),
+        *(COUNT,) * 3,
+    ),
 }
 
 
@@ -41,6 +45,7 @@ class CpuKernels:
         defines = (f"HEAD_DIM={head_dim}", f"GROUP={group}", *dtype_defines(dtype))
         self._functions = library("layer.c", *defines)
         declare(self._functions, SIGNATURES)
+        self.tile_queries: int = self._functions.queries()  # of a tile of ``attend_chunks``
 
     def add_norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add ``added [T, H]`` to ``stream [T, H]`` in place; returns its RMS norm, ``[T, H]``."""
@@ -122,6 +127,38 @@ class CpuKernels:
             kv_heads,
             block_size,
             parts,
+        )
+
+    def attend_chunks(
+        self,
+        out: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_tables: Tensor,
+        tiles: Tensor,
+    ) -> None:
+        """Attention of the tokens in ``tiles``, each seeing its sequence up to itself.
+
+        Args:
+            tiles: int32 ``[N, 4]``: a sequence, a token in ``q``, that token's position in the
+                sequence, and how many tokens follow each other from there on, at most
+                ``tile_queries``. Only these tokens of ``out`` are written.
+            out, q, keys, values, block_tables: as for ``attend_decodes``.
+        """
+        _, block_size, kv_heads, _ = keys.shape
+        self._functions.attend_chunks(
+            out.data_ptr(),
+            q.data_ptr(),
+            q.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            block_tables.data_ptr(),
+            block_tables.stride(0),
+            tiles.data_ptr(),
+            len(tiles),
+            kv_heads,
+            block_size,
         )
 
 

@@ -247,3 +247,125 @@ void attend_decodes(number *out, const number *q, int64_t stride, const number *
             }
         }
 }
+
+// -- attention of prompts and chunks ------------------------------------------------------------
+
+// Many queries of one sequence see the same keys, so this one is bound by arithmetic: products of
+// small matrices, whose sums stay in registers. The rest is as above: a tile of keys after the
+// other, and a softmax that goes along ("FlashAttention", Dao et al. 2022).
+
+#define QUERIES 32  // tokens of a tile; each is GROUP rows, one a query head
+#define KEYS 32
+#define ROWS 12  // whose sums fit the registers, 2 vectors each
+#define MOST_ROWS ((QUERIES * GROUP + ROWS - 1) / ROWS * ROWS)
+
+// c [ROWS, columns] = a [ROWS, depth] b [depth, columns], or with `more`, added to what c was.
+// The columns, a multiple of 2 LANES, are known to the compiler.
+static inline __attribute__((always_inline)) void multiply(
+    float *c, const float *a, const float *b, int64_t depth, const int columns, const int more) {
+    for (int at = 0; at < columns; at += 2 * LANES) {
+        floats left[ROWS], right[ROWS];
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            left[r] = right[r] = (floats){0};
+            if (more) {
+                memcpy(&left[r], c + r * columns + at, sizeof(floats));
+                memcpy(&right[r], c + r * columns + at + LANES, sizeof(floats));
+            }
+        }
+        for (int64_t i = 0; i < depth; i++) {
+            floats first, second;
+            memcpy(&first, b + i * columns + at, sizeof first);
+            memcpy(&second, b + i * columns + at + LANES, sizeof second);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) {
+                left[r] += a[r * depth + i] * first;
+                right[r] += a[r * depth + i] * second;
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            memcpy(c + r * columns + at, &left[r], sizeof(floats));
+            memcpy(c + r * columns + at + LANES, &right[r], sizeof(floats));
+        }
+    }
+}
+
+// One KV head, and `count` <= QUERIES tokens from position `first` of their sequence on. q and
+// out: the first token's first query head of this KV head; the next token's lie further by
+// q_stride and out_stride. keys, values: this head in the pools, tokens `row` numbers apart.
+static void attend_tile(number *out, int64_t out_stride, const number *q, int64_t q_stride,
+                        const number *keys, const number *values, int64_t row,
+                        const int32_t *table, int64_t block_size, int64_t first, int64_t count) {
+    float query[MOST_ROWS * HEAD_DIM], sum[MOST_ROWS * HEAD_DIM] = {0}, weight[MOST_ROWS * KEYS];
+    float key[HEAD_DIM * KEYS], value[KEYS * HEAD_DIM], top[MOST_ROWS], total[MOST_ROWS];
+    const float scale = 1 / sqrtf(HEAD_DIM);
+    for (int r = 0; r < MOST_ROWS; r++) {
+        const int there = r < count * GROUP;
+        const number *from = q + r / GROUP * q_stride + r % GROUP * HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM; d++)
+            query[r * HEAD_DIM + d] = there ? widen(from[d]) * scale : 0;
+        top[r] = -INFINITY;
+        total[r] = 0;
+    }
+    const int64_t rows = (count * GROUP + ROWS - 1) / ROWS * ROWS;
+    for (int64_t start = 0; start < first + count; start += KEYS) {
+        const int64_t tokens = least(KEYS, first + count - start);
+        for (int64_t t = 0; t < KEYS; t++) {  // keys in columns; behind the last, zeros
+            const int64_t at = start + least(t, tokens - 1);
+            const int64_t slot = table[at / block_size] * block_size + at % block_size;
+            const number *k = keys + slot * row, *v = values + slot * row;
+            for (int d = 0; d < HEAD_DIM; d++) {
+                key[d * KEYS + t] = widen(k[d]);
+                value[t * HEAD_DIM + d] = t < tokens ? widen(v[d]) : 0;
+            }
+        }
+        for (int64_t r = 0; r < rows; r += ROWS)
+            multiply(weight + r * KEYS, query + r * HEAD_DIM, key, HEAD_DIM, KEYS, 0);
+        for (int64_t r = 0; r < rows; r++) {
+            float *w = weight + r * KEYS, *x = sum + r * HEAD_DIM, highest = top[r], fresh = 0;
+            const int64_t visible = first + r / GROUP + 1 - start;
+            for (int64_t t = visible < 0 ? 0 : visible; t < KEYS; t++) w[t] = -INFINITY;
+#pragma omp simd reduction(max : highest)
+            for (int t = 0; t < KEYS; t++) highest = w[t] > highest ? w[t] : highest;
+#pragma omp simd reduction(+ : fresh)
+            for (int t = 0; t < KEYS; t++) {
+                w[t] = fast_exp(w[t] - highest);
+                fresh += w[t];
+            }
+            const float shrink = fast_exp(top[r] - highest);
+            top[r] = highest;
+            total[r] = total[r] * shrink + fresh;
+#pragma omp simd
+            for (int d = 0; d < HEAD_DIM; d++) x[d] *= shrink;
+        }
+        for (int64_t r = 0; r < rows; r += ROWS)
+            multiply(sum + r * HEAD_DIM, weight + r * KEYS, value, KEYS, HEAD_DIM, 1);
+    }
+    for (int r = 0; r < count * GROUP; r++) {
+        number *to = out + r / GROUP * out_stride + r % GROUP * HEAD_DIM;
+        for (int d = 0; d < HEAD_DIM; d++) to[d] = narrow(sum[r * HEAD_DIM + d] / total[r]);
+    }
+}
+
+// Paged attention of sequences with several query tokens, cut into tiles of QUERIES. Of each
+// tile: its sequence, its first packed token, that token's position, and how many there are.
+// The rest is as for attend_decodes.
+void attend_chunks(number *out, const number *q, int64_t stride, const number *keys,
+                   const number *values, const int32_t *tables, int64_t max_blocks,
+                   const int32_t *tiles, int64_t num_tiles, int64_t kv_heads,
+                   int64_t block_size) {
+    const int64_t row = kv_heads * HEAD_DIM;
+#pragma omp parallel for collapse(2) schedule(dynamic)
+    for (int64_t i = num_tiles - 1; i >= 0; i--)  // a sequence's last tiles take the longest
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const int32_t *tile = tiles + 4 * i;
+            const int64_t head = h * GROUP * HEAD_DIM;
+            attend_tile(out + tile[1] * row * GROUP + head, row * GROUP,
+                        q + tile[1] * stride + head, stride, keys + h * HEAD_DIM,
+                        values + h * HEAD_DIM, row, tables + tile[0] * max_blocks, block_size,
+                        tile[2], tile[3]);
+        }
+}
+
+int64_t queries(void) { return QUERIES; }

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minibatch.model.attention import AttentionMetadata
+from minibatch.model.attention import AttentionBackend, AttentionMetadata
 from minibatch.model.cpu.kernels import CpuKernels
 from minibatch.model.flat_llama import AddNorm, LayerOps
 from minibatch.model.kv_cache import KVCache
 from minibatch.model.llama import RMSNorm
-from minibatch.model.paged_cpu_attention import Chunk, PagedCPUAttention, plan_chunks
 
 
 class CompiledOps(LayerOps):
@@ -43,35 +42,38 @@ class CompiledOps(LayerOps):
 
 @dataclass(frozen=True)
 class Plan:
-    chunks: list[Chunk]
-    all_decodes: bool  # every token of the step is one
+    tiles: Tensor | None  # int32 [N, 4], see CpuKernels.attend_chunks
+    no_padding: bool  # every token of the step is somebody's
 
 
-class CompiledAttention(PagedCPUAttention):
-    """Decodes read keys and values where they lie; chunks as ``PagedCPUAttention`` does them.
+class CompiledAttention(AttentionBackend):
+    """Decodes and chunks read keys and values where they lie, each with a kernel of its own."""
 
-    Prompts are bound by arithmetic, and torch's matrix products are good at that.
-    """
-
-    def __init__(self, kernels: CpuKernels, num_heads: int) -> None:
-        super().__init__(num_heads)
+    def __init__(self, kernels: CpuKernels) -> None:
         self.kernels = kernels
 
     def prepare(self, meta: AttentionMetadata, kv_cache: KVCache, dtype: torch.dtype) -> None:
-        self._future = self._future.to(dtype)
-        chunks = plan_chunks(meta, kv_cache.keys[0])
-        meta.plan = Plan(chunks, all_decodes=meta.num_decodes == len(meta.slot_mapping))
+        tiles, start, most = [], meta.num_decodes, self.kernels.tile_queries
+        for sequence in range(meta.num_decodes, len(meta.query_lens)):
+            length, queries = meta.seq_lens_host[sequence], meta.query_lens[sequence]
+            for first in range(0, queries, most):
+                position, count = length - queries + first, min(most, queries - first)
+                tiles.append((sequence, start + first, position, count))
+            start += queries
+        meta.plan = Plan(
+            torch.tensor(tiles, dtype=torch.int32) if tiles else None,
+            no_padding=start == len(meta.slot_mapping),
+        )
 
     def forward(self, q: Tensor, kv_cache: KVCache, layer: int, meta: AttentionMetadata) -> Tensor:
         keys, values = kv_cache.keys[layer], kv_cache.values[layer]
         plan: Plan = meta.plan
-        shape = q.shape
-        # Padding, which nobody writes, stays 0.
-        out = q.new_empty(shape) if plan.all_decodes else q.new_zeros(shape)
+        # Padding, which the kernels do not write, is 0.
+        out = q.new_empty(q.shape) if plan.no_padding else q.new_zeros(q.shape)
         if meta.num_decodes:
             self.kernels.attend_decodes(
                 out, q, keys, values, meta.block_tables, meta.seq_lens, meta.num_decodes
             )
-        for chunk in plan.chunks:
-            self._attend_chunk(q, keys.flatten(0, 2), values.flatten(0, 2), chunk, out)
+        if plan.tiles is not None:
+            self.kernels.attend_chunks(out, q, keys, values, meta.block_tables, plan.tiles)
         return out
