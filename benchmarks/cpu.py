@@ -22,7 +22,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,8 @@ class Row:
     engine: str
     dtype: str
     runs: list[dict[str, Any]] = field(default_factory=list)
+    copy_bytes_s: float = 0.0  # what the machine gave meanwhile
+    flops: float = 0.0
 
     @property
     def counted(self) -> list[dict[str, Any]]:
@@ -204,7 +206,11 @@ def measure(
                    load.shared_prefix)  # fmt: skip
     for worker, _ in rows:
         worker.run(warm_up)
+    chips: list[Hardware] = []
     for turn in range(repeats + patience):
+        if turn < repeats:
+            wait_for_quiet(wait_s)
+            chips.append(machine.ceilings(0.3))
         for worker, row in rows:
             quiet_runs = sum((run["foreign"] or 0) < QUIET for run in row.runs)
             if turn >= repeats and quiet_runs >= repeats:
@@ -213,6 +219,10 @@ def measure(
             result = worker.run(load)
             if result is not None:
                 row.runs.append(result)
+    chip = machine.median_of(chips)
+    for _, row in rows:
+        row.copy_bytes_s = chip.memory_bandwidth
+        row.flops = chip.flops.get(row.dtype, chip.flops["float32"])
     return [row for _, row in rows if row.runs]
 
 
@@ -245,7 +255,8 @@ def report(
     for row in rows:
         load, share = by_name[row.load], ""
         if load.uniform is not None and row.dtype in chip.flops:
-            bound = machine.roofline(model, chip, load.uniform, row.dtype)
+            then = replace(chip, memory_bandwidth=row.copy_bytes_s, flops={row.dtype: row.flops})
+            bound = machine.roofline(model, then, load.uniform, row.dtype)
             share = f"{100 * row.rate / bound:.0f} %"
         rival = ours.get((row.load, row.dtype))
         ahead = f"{rival.rate / row.rate:.2f}x" if rival is not None and rival is not row else ""
@@ -257,6 +268,7 @@ def report(
                 f"{row.rate:.1f}",
                 ahead,
                 share,
+                f"{row.copy_bytes_s / 1e9:.0f}",
                 f"{row.cpu_rate:.1f}",
                 f"{row.peak_mb:.0f}",
                 f"{len(row.counted)}",
@@ -266,8 +278,10 @@ def report(
     return lines
 
 
-HEADER = ("load", "dtype", "engine", "tok/s", "we are", "of roofline", "tok/CPU-s", "peak MB",
-          "runs", "foreign CPU")  # fmt: skip
+HEADER = (
+    "load", "dtype", "engine", "tok/s", "we are", "of roofline", "GB/s", "tok/CPU-s",
+    "peak MB", "runs", "foreign CPU",
+)  # fmt: skip
 
 
 def write(out: Path, info: dict[str, Any], rows: Sequence[Row], found: Sequence[Load],
@@ -289,7 +303,9 @@ def write(out: Path, info: dict[str, Any], rows: Sequence[Row], found: Sequence[
         f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads used; {versions}; "
         f"{info['date']}, commit {info['commit']}.",
         "",
-        f"Ceilings of this machine: copies {chip.memory_bandwidth / 1e9:.1f} GB/s, {rates}.",
+        f"Ceilings of this machine at the start: copies {chip.memory_bandwidth / 1e9:.1f} GB/s, "
+        f"{rates}. Others may share its memory, so its bandwidth changes: `GB/s` is "
+        "what copies reached during a load, and the roofline is that of the moment.",
         "",
         *(f"* `{load.name}`: {load.title}" for load in found),
         "",

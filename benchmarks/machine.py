@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from torch import nn
 
 from minibatch.bounds import UniformLoad, uniform_bounds
 from minibatch.builder import versions
+from minibatch.errors import ConfigError
 from minibatch.hardware import Hardware
 from minibatch.model.config import ModelConfig
+from minibatch.model.cpu.linear import CompiledLinear
 from minibatch.model.linear import PackedLinear, can_pack
 
 INTERESTING = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
@@ -55,9 +60,10 @@ def commit() -> str:
 
 
 def ceilings(seconds: float = 1.0) -> Hardware:
-    """The best copy and the best matrix product of several, in CPU-bound work of ``seconds`` each.
+    """The rate of copies and of matrix products, each the median of ``seconds`` of them.
 
-    Matrix products run packed where the engine's do: the rate is asked for, not a library's.
+    Not the best: on a machine that others share, memory may be twice as fast at one time as at
+    another, so ceilings are measured when the engines are.
     """
     flops = {name: matmul_rate(getattr(torch, name), seconds) for name in ("float32", "bfloat16")}
     return Hardware(
@@ -72,31 +78,48 @@ def ceilings(seconds: float = 1.0) -> Hardware:
     )
 
 
+def median_of(chips: Sequence[Hardware]) -> Hardware:
+    """Of several measurements, rate by rate."""
+    names = chips[0].flops
+    return replace(
+        chips[0],
+        flops={name: statistics.median(chip.flops[name] for chip in chips) for name in names},
+        memory_bandwidth=statistics.median(chip.memory_bandwidth for chip in chips),
+    )
+
+
 def copy_rate(seconds: float) -> float:
     """Bytes read and written a second."""
     source = torch.ones(2**27, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / best_time(lambda: target.copy_(source), seconds)
+    return 2 * source.numel() / median_time(lambda: target.copy_(source), seconds)
 
 
 @torch.inference_mode()
 def matmul_rate(dtype: torch.dtype, seconds: float, size: int = 1024) -> float:
-    """FLOP/s; a multiplication with its addition counts as two."""
-    linear: nn.Module = nn.Linear(size, size, bias=False, dtype=dtype)
+    """FLOP/s; a multiplication with its addition counts as two.
+
+    Of the fastest way that is known here: the rate is asked for, not a library's.
+    """
+    plain: nn.Module = nn.Linear(size, size, bias=False, dtype=dtype).requires_grad_(False)
+    ways = [plain]
     if can_pack(dtype, torch.device("cpu")):
-        linear = PackedLinear(linear)
+        ways.append(PackedLinear(plain))
+    with contextlib.suppress(ConfigError):  # no compiler
+        ways.append(CompiledLinear(plain))
     x = torch.randn(size, size).to(dtype)
-    return 2 * size**3 / best_time(lambda: linear(x), seconds)
+    times = [median_time(lambda way=way: way(x), seconds / len(ways)) for way in ways]
+    return 2 * size**3 / min(times)
 
 
-def best_time(run: Callable[[], object], seconds: float) -> float:
+def median_time(run: Callable[[], object], seconds: float) -> float:
     run()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    times, end = [], time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         run()
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def roofline(model: ModelConfig, chip: Hardware, load: UniformLoad, dtype: str) -> float:

@@ -124,17 +124,20 @@ def test_the_scheduler_is_measured_under_every_policy() -> None:
 
 def test_report(tmp_path: Path) -> None:
     found = [load for load in cpu.loads(1000, None) if load.name in ("c1", "mixed")]
+    then = (CHIP.memory_bandwidth, CHIP.flops["float32"])
     rows = [
-        cpu.Row("c1", "minibatch", "float32", [run(40)]),
-        cpu.Row("c1", "generate", "float32", [run(20)]),
-        cpu.Row("c1", "minibatch", "int8", [run(90)]),
-        cpu.Row("mixed", "generate", "float32", [run(10, 0.3)]),
+        cpu.Row("c1", "minibatch", "float32", [run(40)], *then),
+        cpu.Row("c1", "generate", "float32", [run(20)], 2 * then[0], 2 * then[1]),
+        cpu.Row("c1", "minibatch", "int8", [run(90)], *then),
+        cpu.Row("mixed", "generate", "float32", [run(10, 0.3)], *then),
     ]
     info = machine.describe()
     text = cpu.write(tmp_path / "cpu", info, rows, found, CHIP, preset("smollm2-135m"), ["x: no"])
     ours, theirs, int8, disturbed = text.splitlines()[1:]
     assert "2.00x" in theirs and "2.00x" not in ours
-    assert "%" in ours and "of roofline" in text
+    shares = [float(line.partition(" %")[0].split()[-1]) for line in (ours, theirs)]
+    assert shares[0] == pytest.approx(4 * shares[1], abs=2.1)  # half the rate, twice the roof
+    assert "of roofline" in text
     assert "(!)" in disturbed and "(!)" not in theirs
     assert int8.split()[1] == "int8"
     data = json.loads((tmp_path / "cpu.json").read_text())
