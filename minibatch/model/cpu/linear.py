@@ -40,7 +40,7 @@ class CompiledLinear(nn.Module):
         functions = library("matmul.c", *dtype_defines(weight.dtype), *(["INT8"] * int8))
         declare(functions, SIGNATURES)
         self._matmul, columns = functions.matmul, functions.columns()
-        inputs = 2 if weight.dtype is torch.bfloat16 and not int8 else 1
+        inputs = 4 if int8 else 2 if weight.dtype is torch.bfloat16 else 1  # in one go
         if int8:
             weight, scale = quantize_rows(weight)  # int8 [out, in], float32 [out, 1]
             scale = F.pad(scale.flatten(), (0, -self.out_features % columns))
@@ -71,8 +71,12 @@ def compiled_linear(model: LlamaForCausalLM, int8: bool) -> Callable[[nn.Linear]
         ConfigError: it does not; it says why.
     """
     widths = (model.config.hidden_size, model.config.intermediate_size)
-    if any(width % 2 for width in widths):
-        raise ConfigError(f"the CPU kernels take inputs in pairs, and one of {widths} is odd.")
+    at_once = 4 if int8 else 2
+    if any(width % at_once for width in widths):
+        raise ConfigError(
+            f"the CPU kernels take {at_once} inputs at once, and not all of {widths} are a "
+            "multiple of that."
+        )
     library("matmul.c", *dtype_defines(model.dtype), *(["INT8"] * int8))
     return partial(CompiledLinear, int8=int8)
 

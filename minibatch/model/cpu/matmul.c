@@ -7,67 +7,74 @@
 //
 // The matrix is packed (linear.py): panels of COLUMNS outputs; in a panel, input by input, the
 // weights of its outputs side by side. With -DBF16 inputs go in pairs, as the processor's
-// instruction wants them. With -DINT8 weights are 8-bit whole numbers, and each output has a
-// scale; x is then still a float (or with -DBF16, a bfloat16).
+// instruction wants them. With -DINT8 weights are 8-bit whole numbers, four inputs in a word, and
+// each output has a scale; x is then still a float (or with -DBF16, a bfloat16).
 
 #include "numbers.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-// Registers: ROWS * 2 sums, 2 vectors of weights, 1 of x. AVX-512 and ARM have 32, AVX has 16.
+// Registers: ROWS * 2 sums, a step's weights, one of x. AVX-512 and ARM have 32, AVX has 16.
 #if defined(__AVX512F__)
 #define LANES 16
-#define ROWS 12
 #elif defined(__AVX__)
 #define LANES 8
-#define ROWS 6
 #else
 #define LANES 4
+#endif
+#if LANES == 8
+#define ROWS 6
+#elif defined(INT8)
+#define ROWS 8
+#else
 #define ROWS 12
 #endif
 #define COLUMNS (2 * LANES)
 
 typedef float floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef struct {
+    words left, right;
+} step;  // the weights of a panel for INPUTS inputs, as they lie in memory
 
+// From a word's lanes to what is multiplied: `weights`, for INPUTS inputs of x at once.
 #if defined(INT8)
-typedef int8_t bytes __attribute__((vector_size(LANES)));
-typedef bytes weights;
-typedef float input;
-#define INPUTS 1  // that are multiplied in one go
-static inline input load_input(const number *x) { return widen(*x); }
-static inline floats multiply_add(floats sum, input x, weights w) {
-    return sum + x * __builtin_convertvector(w, floats);
+#define INPUTS 4
+typedef int32_t wholes __attribute__((vector_size(LANES * 4)));
+typedef struct {
+    floats of[INPUTS];
+} weights;
+static inline weights unpack(words w) {  // the byte in question to the top, and down with its sign
+    weights result;
+    for (int i = 0; i < INPUTS; i++)
+        result.of[i] = __builtin_convertvector((wholes)(w << (24 - 8 * i)) >> 24, floats);
+    return result;
+}
+static inline floats multiply_add(floats sum, const number *x, weights w) {
+    for (int i = 0; i < INPUTS; i++) sum += widen(x[i]) * w.of[i];
+    return sum;
 }
 #elif defined(BF16)
-typedef words weights;
-typedef uint32_t input;
 #define INPUTS 2
-static inline input load_input(const number *x) {
-    input pair;
+typedef words weights;
+static inline weights unpack(words w) { return w; }
+static inline floats multiply_add(floats sum, const number *x, weights w) {
+    uint32_t pair;
     memcpy(&pair, x, sizeof pair);
-    return pair;
-}
-static inline floats multiply_add(floats sum, input x, weights w) {
 #ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)w);
 #else
-    sum += widen(x) * (floats)(w << 16);
-    return sum + widen(x >> 16) * (floats)(w & 0xffff0000);
+    sum += widen(pair) * (floats)(w << 16);
+    return sum + widen(pair >> 16) * (floats)(w & 0xffff0000);
 #endif
 }
 #else
-typedef floats weights;
-typedef float input;
 #define INPUTS 1
-static inline input load_input(const number *x) { return *x; }
-static inline floats multiply_add(floats sum, input x, weights w) { return sum + x * w; }
+typedef floats weights;
+static inline weights unpack(words w) { return (weights)w; }
+static inline floats multiply_add(floats sum, const number *x, weights w) { return sum + *x * w; }
 #endif
-
-typedef struct {
-    weights left, right;
-} step;  // the weights of a panel for INPUTS inputs
 
 // The first `count` of a vector's numbers, rounded.
 static inline void store(number *to, floats x, int64_t count) {
@@ -97,15 +104,14 @@ static inline __attribute__((always_inline)) void tile(
     (void)scale;
     int64_t due = share;
     for (int64_t i = 0; i < in; i += INPUTS, panel++) {
-        const step w = *panel;
+        const weights first = unpack(panel->left), second = unpack(panel->right);
         __builtin_prefetch(ahead);
         __builtin_prefetch(&ahead->right);
         if (--due == 0) ahead++, due = share;
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            const input value = load_input(x + r * in + i);
-            left[r] = multiply_add(left[r], value, w.left);
-            right[r] = multiply_add(right[r], value, w.right);
+            left[r] = multiply_add(left[r], x + r * in + i, first);
+            right[r] = multiply_add(right[r], x + r * in + i, second);
         }
     }
 #pragma GCC unroll 12
@@ -141,8 +147,11 @@ void matmul(number *y, const number *x, const step *packed, const float *scale, 
         tile(N, to, out, from, in, panel, ahead, tiles, scales, columns); \
         break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if ROWS >= 8
+                CASE(7) CASE(8)
+#endif
 #if ROWS == 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+                CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
             }
         }
