@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import statistics
@@ -23,6 +24,7 @@ from minibatch.hardware import Hardware
 from minibatch.model.config import ModelConfig
 from minibatch.model.cpu.linear import CompiledLinear
 from minibatch.model.linear import PackedLinear, can_pack
+from minibatch.tables import table
 
 INTERESTING = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
 
@@ -47,6 +49,21 @@ def describe() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
     }
+
+
+def save(out: Path, header: Sequence[str], rows: Sequence[Sequence[object]], **more: Any) -> None:
+    """``OUT.json`` and ``OUT.md``: a table, and where and when it was measured."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    info = describe()
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    data = json.dumps({**info, "rows": named, **more}, indent=1)
+    out.with_suffix(".json").write_text(data + "\n")
+    versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
+    where = (
+        f"{info['cpu']}, {info['cores']} cores, {info['threads']} threads used; {versions}; "
+        f"{info['date']}, commit {info['commit']}."
+    )
+    out.with_suffix(".md").write_text(f"{where}\n\n{table(header, rows, 'markdown')}\n")
 
 
 def commit() -> str:

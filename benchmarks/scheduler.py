@@ -11,7 +11,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import machine
 
 from minibatch.config import POLICY_NAMES, SchedulerConfig
 from minibatch.engine import Engine
@@ -20,6 +26,7 @@ from minibatch.sampling_params import SamplingParams
 from minibatch.scheduler.output import SchedulerOutput
 from minibatch.tables import table
 
+HEADER = ("policy", "running", "schedule ms", "with records ms", "95 % below ms")
 PROMPT_LEN, OUTPUT_LEN = 128, 1024
 
 
@@ -83,12 +90,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--running", type=int, nargs="*", default=[64, 256])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md too")
     args = parser.parse_args()
     rows = [
         (policy, count, *(f"{value:.3f}" for value in values))
         for policy, count, *values in measure(args.running, args.steps)
     ]
-    print(table(("policy", "running", "schedule ms", "with records ms", "95 % below ms"), rows))
+    print(table(HEADER, rows))
+    if args.out:
+        machine.save(args.out, HEADER, rows, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import machine
 import torch
 from cpu import MODEL, Load, Worker, draw
 from engines import export_checkpoint
@@ -26,6 +27,7 @@ from minibatch.model.hub import resolve
 from minibatch.model.loader import load_config
 from minibatch.tables import table
 
+HEADER = ("at once", "engine", "generated tok/s", "continuous is", "foreign CPU")
 OUTPUTS = (8, 64, 16, 48, 32)
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md too")
     args = parser.parse_args()
     gguf = resolve(MODEL)
     folder = export_checkpoint(gguf, Path("runs") / f"{gguf.stem}-safetensors")
@@ -48,7 +51,8 @@ def main() -> None:
     for concurrency in args.concurrency:
         lengths = [(128, OUTPUTS[i % len(OUTPUTS)]) for i in range(3 * concurrency)]
         load = Load(f"c{concurrency}", "smoke", draw(vocab_size, lengths), concurrency)
-        runs = [[worker.run(load) for worker in workers] for _ in range(args.rounds + 1)][1:]
+        runs = [[worker.run(load) for worker in workers] for _ in range(args.rounds + 1)]
+        runs = runs[1:]  # the first one warms up
         rates = {
             worker.engine: statistics.median(r["tokens"] / r["wall_s"] for r in results)
             for worker, results in zip(workers, zip(*runs, strict=True), strict=True)
@@ -65,7 +69,9 @@ def main() -> None:
                 (concurrency, worker.engine, f"{rate:.1f}", f"{ours / rate:.2f}x",
                  f"{100 * foreign:.0f} %")
             )  # fmt: skip
-    print(table(("at once", "engine", "generated tok/s", "continuous is", "foreign"), rows))
+    print(table(HEADER, rows))
+    if args.out:
+        machine.save(args.out, HEADER, rows, dtype=args.dtype, rounds=args.rounds)
     for worker in workers:
         worker.close()
 

@@ -16,7 +16,6 @@ median step, 128 tokens of context and growing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -230,11 +229,7 @@ def main() -> None:
             print(f"{dtype}, batch {batch}: done", file=sys.stderr, flush=True)
     print(table(HEADER, lines(results)))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        data = {**machine.describe(), "rows": results}
-        args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-        text = table(HEADER, lines(results), "markdown")
-        args.out.with_suffix(".md").write_text(text + "\n")
+        machine.save(args.out, HEADER, list(lines(results)), steps=args.steps)
 
 
 if __name__ == "__main__":
