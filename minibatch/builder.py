@@ -80,8 +80,8 @@ def build_engine(config: EngineConfig) -> Engine:
             model = load_model(path, dtype=dtype, device=device, max_model_len=longest)
     try:
         if device.type == "cpu":
-            keep_freed_memory()
             pack_for_cpu(model, config)
+            keep_freed_memory()
         elif config.quantization is not None:
             quantize(model, config.quantization)
         return engine_for(model, config, tokenizer, owns_model=True)

@@ -1,4 +1,4 @@
-"""Ask the C library to keep freed memory for the next step.
+"""Ask the C library to give memory back after loading, and then to keep it from step to step.
 
 A step allocates and frees the same tensors as the step before. By default glibc hands large ones
 back to the operating system at once, and every page of the next one must be fetched and zeroed
@@ -17,8 +17,12 @@ MOST_KEPT = 256 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """For the whole process; does nothing where the C library is not glibc."""
+    """For the whole process, once the model is loaded; does nothing where there is no glibc.
+
+    What loading left behind goes back to the operating system first.
+    """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
         libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)

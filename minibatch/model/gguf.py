@@ -50,6 +50,7 @@ LAYER_NAMES = {
 }
 UNQUANTISED = {0: "float32", 1: "float16", 32: "bfloat16"}  # by general.file_type
 ROPE_DIVISORS = "rope_freqs.weight"  # llama3 rope, worked out by the converter
+BYTES_AT_ONCE = 2**20  # of a quantised tensor
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,21 @@ class GGUFFile:
         rows = raw.reshape(math.prod(info.shape[:-1]), -1)  # quantised blocks run along a row
         if quantisation in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             rows = rows.view(np.float32 if quantisation == GGMLQuantizationType.F32 else np.float16)
+        values = np.empty(info.shape, np.float32)
         try:
-            values = dequantize(rows, quantisation)
+            # Some rows at a time: undoing a quantisation takes several times a tensor's memory.
+            at_once = max(1, BYTES_AT_ONCE // rows[0].nbytes)
+            flat = values.reshape(len(rows), -1)
+            for start in range(0, len(rows), at_once):
+                flat[start : start + at_once] = dequantize(
+                    rows[start : start + at_once], quantisation
+                )
         except NotImplementedError as error:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name!r} is stored as {quantisation.name}, which the gguf "
                 "package cannot dequantise"
             ) from error
-        return values.reshape(info.shape)
+        return values
 
     def _read_header(self) -> None:
         if self._bytes[:4] != b"GGUF":

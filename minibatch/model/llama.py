@@ -46,7 +46,9 @@ class LlamaForCausalLM(nn.Module):
         self.max_model_len = config.context_length if max_model_len is None else max_model_len
         self.backend = backend or default_backend(config, device)
         with torch.device("meta"):  # shapes only: nothing is allocated, nothing drawn
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+            # Not nn.Embedding(...), which draws numbers even here: that imports torch's compiler.
+            table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+            self.embed_tokens = nn.Embedding.from_pretrained(table)
             self.layers = nn.ModuleList(
                 DecoderLayer(config, index, dtype) for index in range(config.num_layers)
             )

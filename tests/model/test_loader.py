@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,14 @@ class TestMissingAndDamagedFiles:
         path.write_bytes(whole[: keep if isinstance(keep, int) else int(keep * len(whole))])
         with pytest.raises(CheckpointError, match=r"model.safetensors is cut short or damaged"):
             load_model(folder)
+
+
+def test_loading_does_not_import_torchs_compiler(tmp_path: Path) -> None:
+    """It takes a second and 100 MB, and drawing numbers on the meta device is enough for it."""
+    path = save(hf_model(hf_config()), tmp_path)
+    code = (
+        "import sys; from minibatch.model.loader import load_model; "
+        f"load_model({str(path)!r}); assert 'torch._dynamo' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

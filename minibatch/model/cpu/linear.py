@@ -90,6 +90,7 @@ def pack(weight: Tensor, columns: int, inputs: int) -> Tensor:
     """
     out_features, in_features = weight.shape
     panels = -(-out_features // columns)
-    padded = F.pad(weight, (0, 0, 0, panels * columns - out_features))
-    parts = padded.view(panels, columns, in_features // inputs, inputs)
+    if missing := panels * columns - out_features:
+        weight = F.pad(weight, (0, 0, 0, missing))
+    parts = weight.view(panels, columns, in_features // inputs, inputs)
     return parts.transpose(1, 2).contiguous()
