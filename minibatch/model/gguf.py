@@ -13,7 +13,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,16 @@ class GGUFFile:
         Raises:
             UnsupportedModelError: if its quantisation cannot be undone.
         """
+        values = np.empty(self.tensors[name].shape, np.float32)
+        flat = values.reshape(math.prod(values.shape[:-1]), -1)
+        for rows, piece in self.pieces(name):
+            flat[rows] = piece
+        return values
+
+    def pieces(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """The same as ``[rows, columns]``, some rows at a time: undoing a quantisation takes
+        several times a tensor's memory. Raises as above.
+        """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -108,21 +118,16 @@ class GGUFFile:
         rows = raw.reshape(math.prod(info.shape[:-1]), -1)  # quantised blocks run along a row
         if quantisation in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             rows = rows.view(np.float32 if quantisation == GGMLQuantizationType.F32 else np.float16)
-        values = np.empty(info.shape, np.float32)
-        try:
-            # Some rows at a time: undoing a quantisation takes several times a tensor's memory.
-            at_once = max(1, BYTES_AT_ONCE // rows[0].nbytes)
-            flat = values.reshape(len(rows), -1)
-            for start in range(0, len(rows), at_once):
-                flat[start : start + at_once] = dequantize(
-                    rows[start : start + at_once], quantisation
-                )
-        except NotImplementedError as error:
-            raise UnsupportedModelError(
-                f"{self.path}: tensor {name!r} is stored as {quantisation.name}, which the gguf "
-                "package cannot dequantise"
-            ) from error
-        return values
+        at_once = max(1, BYTES_AT_ONCE // rows[0].nbytes)
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            try:
+                yield part, dequantize(rows[part], quantisation)
+            except NotImplementedError as error:
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {name!r} is stored as {quantisation.name}, which the "
+                    "gguf package cannot dequantise"
+                ) from error
 
     def _read_header(self) -> None:
         if self._bytes[:4] != b"GGUF":
@@ -216,8 +221,16 @@ class GGUFCheckpoint:
             values = unpermute(values, self.config.num_heads)
         elif ".k_proj." in name:
             values = unpermute(values, self.config.num_kv_heads)
-        # A copy only if it still is the file's read-only memory, which torch warns about.
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def copy_to(self, view: Tensor, name: str) -> None:
+        """Fill ``view`` with the tensor of this Hugging Face name."""
+        if ".q_proj." in name or ".k_proj." in name:  # their rows change places
+            view.copy_(self.read(name))
+            return
+        flat = view.view(-1, view.shape[-1])
+        for rows, piece in self._file.pieces(self._stored_names[name]):
+            flat[rows] = torch.from_numpy(np.require(piece, requirements=["W"]))
 
 
 def huggingface_name(name: str) -> str:

@@ -27,6 +27,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor:
         """The tensor, floating point, on the CPU. It may be memory of the file itself."""
 
+    def copy_to(self, view: Tensor, name: str) -> None:
+        """Fill ``view``, of any floating-point dtype, with the tensor."""
+
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at ``path``: a ``.gguf`` file, or a folder with safetensors.
@@ -71,7 +74,7 @@ def load_model(
         checkpoint.config, max_model_len=max_model_len, dtype=dtype, device=device, backend=backend
     )
     for name, view in model.checkpoint_views().items():
-        view.copy_(checkpoint.read(name))
+        checkpoint.copy_to(view, name)
     _check_tied_head(path, checkpoint, model)
     return model.eval()
 

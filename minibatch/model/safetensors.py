@@ -48,6 +48,10 @@ class SafetensorsCheckpoint:
             )
         return tensor
 
+    def copy_to(self, view: Tensor, name: str) -> None:
+        """Fill ``view`` with the tensor ``name``. Raises as above."""
+        view.copy_(self.read(name))
+
 
 def read_config(folder: str | Path) -> ModelConfig:
     """The shape in ``config.json``, with the end tokens of ``generation_config.json`` if any.
