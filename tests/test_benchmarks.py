@@ -154,3 +154,21 @@ def test_a_picture_says_what_it_shows() -> None:
     assert "tokens & such" in texts and "c1 <fp32>" in texts and "10" in texts
     widths = [float(r.get("width")) for r in root.iter("{http://www.w3.org/2000/svg}rect")]
     assert widths[-2] == pytest.approx(2 * widths[-1], rel=0.01)
+
+
+def test_a_workers_memory_is_its_own(tmp_path: Path) -> None:
+    """Not that of the process that started it, which may have been larger."""
+    size = 800 * 2**20
+    code = (
+        "import subprocess, sys; ballast = b'x' * %d; "
+        "print(subprocess.run([sys.executable, '-c', sys.argv[1]], capture_output=True, "
+        "text=True, check=True).stdout)" % size
+    )
+    child = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); "
+        "import worker; print(worker.peak_mb())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, child], capture_output=True, text=True, check=True
+    )
+    assert 0 < float(done.stdout) < 400
