@@ -158,11 +158,10 @@ def test_a_picture_says_what_it_shows() -> None:
 
 def test_a_workers_memory_is_its_own(tmp_path: Path) -> None:
     """Not that of the process that started it, which may have been larger."""
-    size = 800 * 2**20
     code = (
-        "import subprocess, sys; ballast = b'x' * %d; "
+        "import subprocess, sys; ballast = b'x' * (800 * 2**20); "
         "print(subprocess.run([sys.executable, '-c', sys.argv[1]], capture_output=True, "
-        "text=True, check=True).stdout)" % size
+        "text=True, check=True).stdout)"
     )
     child = (
         f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); "
