@@ -76,3 +76,19 @@ def test_every_module_says_what_it_is() -> None:
         if "triton" in name:
             continue  # needs triton, which is an extra
         assert import_module(name).__doc__, name
+
+
+def test_every_file_that_the_code_reads_is_packaged() -> None:
+    """C sources, scripts, styles, data: whatever lies in a package and is no Python."""
+    tomllib = pytest.importorskip("tomllib")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    globs = settings["package-data"]
+    missing = []
+    for package in ("minibatch", "widgets", "lessons"):
+        folder = ROOT / package
+        packaged = {path for glob in globs.get(package, []) for path in folder.glob(glob)}
+        for path in folder.rglob("*"):
+            generated = "__pycache__" in path.parts or path.suffix in (".py", ".typed")
+            if path.is_file() and not generated and path not in packaged:
+                missing.append(path.relative_to(ROOT))
+    assert not missing

@@ -1,1 +1,1 @@
-"""A Llama's step in C, for a CPU: two source files, and how they are compiled and called."""
+"""A Llama's step in C, for a CPU: three source files, and how they are compiled and called."""

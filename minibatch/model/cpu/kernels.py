@@ -1,4 +1,4 @@
-"""The functions of ``layer.c``, over tensors."""
+"""The functions of ``layer.c`` and ``attention.c``, over tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from minibatch.errors import ConfigError
 from minibatch.model.cpu.compiler import COUNT, POINTER, REAL, declare, dtype_defines, library
 from minibatch.model.llama import LlamaForCausalLM
 
-SIGNATURES = {
+LAYER = {
     "add_norm": (POINTER,) * 4 + (COUNT,) * 2 + (REAL,),
     "turn_and_store": (POINTER,) * 6 + (COUNT,) * 3,
     "silu_mul": (POINTER,) * 2 + (COUNT,) * 2,
+}
+ATTENTION = {
     "attend_decodes": (
         *(POINTER, POINTER, COUNT, POINTER, POINTER, POINTER, COUNT, POINTER),
         *(COUNT,) * 4,
@@ -25,7 +27,7 @@ SIGNATURES = {
 
 
 class CpuKernels:
-    """What a layer does between its matrices, in four functions.
+    """What a layer does between its matrices, in five functions.
 
     Tensors are of one dtype and contiguous, unless said otherwise. Shapes: T tokens, H hidden,
     Hq query heads, Hkv KV heads, D head size.
@@ -42,16 +44,18 @@ class CpuKernels:
     def __init__(self, dtype: torch.dtype, head_dim: int, group: int) -> None:
         if head_dim % 8:
             raise ConfigError(f"the CPU kernels need heads of a multiple of 8, not {head_dim}.")
-        defines = (f"HEAD_DIM={head_dim}", f"GROUP={group}", *dtype_defines(dtype))
-        self._functions = library("layer.c", *defines)
-        declare(self._functions, SIGNATURES)
-        self.tile_queries: int = self._functions.queries()  # of a tile of ``attend_chunks``
+        defines = (f"HEAD_DIM={head_dim}", *dtype_defines(dtype))
+        self._layer = library("layer.c", *defines)
+        self._attention = library("attention.c", f"GROUP={group}", *defines)
+        declare(self._layer, LAYER)
+        declare(self._attention, ATTENTION)
+        self.tile_queries: int = self._attention.queries()  # of a tile of ``attend_chunks``
 
     def add_norm(self, stream: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add ``added [T, H]`` to ``stream [T, H]`` in place; returns its RMS norm, ``[T, H]``."""
         normed = torch.empty_like(stream)
         rows, size = stream.shape
-        self._functions.add_norm(
+        self._layer.add_norm(
             normed.data_ptr(),
             stream.data_ptr(),
             None if added is None else added.data_ptr(),
@@ -74,7 +78,7 @@ class CpuKernels:
         """
         tokens, all_heads, _ = qkv.shape
         kv_heads = keys.shape[2]
-        self._functions.turn_and_store(
+        self._layer.turn_and_store(
             qkv.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
@@ -90,7 +94,7 @@ class CpuKernels:
         """``silu(gate) * up`` of ``gate_up [T, 2 inner]``: ``[T, inner]``."""
         rows, both = gate_up.shape
         out = gate_up.new_empty(rows, both // 2)
-        self._functions.silu_mul(out.data_ptr(), gate_up.data_ptr(), rows, both // 2)
+        self._layer.silu_mul(out.data_ptr(), gate_up.data_ptr(), rows, both // 2)
         return out
 
     def attend_decodes(
@@ -114,7 +118,7 @@ class CpuKernels:
         """
         _, block_size, kv_heads, _ = keys.shape
         parts = min(kv_heads, -(-torch.get_num_threads() // sequences))
-        self._functions.attend_decodes(
+        self._attention.attend_decodes(
             out.data_ptr(),
             q.data_ptr(),
             q.stride(0),
@@ -147,7 +151,7 @@ class CpuKernels:
             out, q, keys, values, block_tables: as for ``attend_decodes``.
         """
         _, block_size, kv_heads, _ = keys.shape
-        self._functions.attend_chunks(
+        self._attention.attend_chunks(
             out.data_ptr(),
             q.data_ptr(),
             q.stride(0),
