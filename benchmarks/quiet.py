@@ -45,7 +45,8 @@ class Stopwatch:
         busy = busy_seconds()
         if busy is not None and self._busy is not None:
             others = busy - self._busy - own
-            foreign = max(0.0, others / (wall * (os.cpu_count() or 1)))
+            share = others / (wall * (os.cpu_count() or 1))
+            foreign = min(1.0, max(0.0, share))  # the system counts in ticks of 10 ms
         self.span = Span(wall, own, foreign)
 
 
