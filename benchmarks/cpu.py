@@ -333,6 +333,9 @@ def main() -> None:
     parser.add_argument("--model", default=MODEL, help="a GGUF file or a short name of one")
     parser.add_argument("--workloads", nargs="*", help="c1 c8 c16 c32 c64 mixed prefix azure")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "int8"])
+    parser.add_argument(
+        "--dtypes-side-by-side", action="store_true", help="in turn, too; all models in memory"
+    )
     parser.add_argument("--peers", nargs="*", default=[], choices=list(PEERS))
     parser.add_argument("--venvs", type=Path, default=Path("runs/peers"), help="of the peers")
     parser.add_argument("--make-venvs", action="store_true", help="install missing peers there")
@@ -356,19 +359,21 @@ def main() -> None:
     paths = ["--model", str(folder), "--gguf", str(gguf), "--threads", str(args.threads)]
     rows: list[Row] = []
     troubles: list[str] = []
-    for dtype in args.dtypes:
+    groups = [args.dtypes] if args.dtypes_side_by_side else [[dtype] for dtype in args.dtypes]
+    for group in groups:
         workers = []
-        for peer in ["minibatch", *args.peers]:
-            python = python_of(peer, args.venvs, args.make_venvs)
-            if not python.exists():
-                troubles.append(f"{peer}: no {python} (--make-venvs installs it)")
-                continue
-            if peer != "minibatch" and dtype == "int8":
-                continue  # their 8 bits are not ours
-            if peer == "llama.cpp" and dtype != args.dtypes[0]:
-                continue  # it has the file's own 4 bits only: once is enough
-            names = PEERS.get(peer, [peer])
-            workers += [Worker(name, dtype, python, paths) for name in names]
+        for dtype in group:
+            for peer in ["minibatch", *args.peers]:
+                python = python_of(peer, args.venvs, args.make_venvs)
+                if not python.exists():
+                    troubles.append(f"{peer}: not installed (--make-venvs does)")
+                    continue
+                if peer != "minibatch" and dtype == "int8":
+                    continue  # their 8 bits are not ours
+                if peer == "llama.cpp" and dtype != args.dtypes[0]:
+                    continue  # it has the file's own 4 bits only: once is enough
+                names = PEERS.get(peer, [peer])
+                workers += [Worker(name, dtype, python, paths) for name in names]
         for load in found:
             fit = [w for w in workers if load.concurrency <= SLOW_AT.get(w.engine, 10**9)]
             rows += measure(load, fit, args.repeats, args.patience, args.wait)

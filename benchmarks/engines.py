@@ -7,6 +7,7 @@ needs only that one. Greedy, end tokens ignored: every engine generates the same
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,16 +20,16 @@ class Job(NamedTuple):
     max_tokens: int
 
 
-class Engine:
+class Engine(ABC):
     """An engine with its model loaded."""
 
+    @abstractmethod
     def run(self, jobs: Sequence[Job], concurrency: int, shared_prefix: bool) -> list[list[int]]:
         """Generate for all jobs, at most ``concurrency`` at a time.
 
         Args:
             shared_prefix: prompts begin alike, so prefix caching is worth being on.
         """
-        raise NotImplementedError
 
 
 class Minibatch(Engine):

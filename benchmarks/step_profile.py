@@ -4,12 +4,11 @@
     python benchmarks/step_profile.py --batches 16 --dtypes float32 --threads 1
 
 *before* is the model as it is read in ``llama.py``: plain matrices, gathered KV and
-``scaled_dot_product_attention``. *after* is what the engine uses: packed matrices, the CPU's own
-attention, the flat forward pass (``--cpu-kernels`` as in the engine). *bare* is the after-model
-with no engine around it: a cache that is written once and for all, no scheduler, no sampler, no
-records, the likeliest token.
+``scaled_dot_product_attention``. *torch* is what the engine uses without a C compiler, and *after*
+with one: packed matrices, an attention of the CPU's own, the flat forward pass. *bare* is the
+after-model with no engine around it: no scheduler, no sampler, no records, the likeliest token.
 
-All three run in turn in one process, on random weights of SmolLM2's shape. Milliseconds of the
+All four run in turn in one process, on random weights of SmolLM2's shape. Milliseconds of the
 median step, 128 tokens of context and growing.
 """
 
@@ -22,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -69,7 +68,7 @@ class Subject:
     """An engine whose decode steps are measured, part by part."""
 
     def __init__(
-        self, model: LlamaForCausalLM, batch: int, steps: int, kernels: CpuKernelsName, before: bool
+        self, model: LlamaForCausalLM, batch: int, steps: int, kernels: CpuKernelsName | None
     ) -> None:
         longest = PROMPT_LEN + steps + 16
         config = EngineConfig(
@@ -79,11 +78,11 @@ class Subject:
             max_num_batched_tokens=max(2048, longest),
             num_gpu_blocks=batch * (longest // 16 + 2) + 8,
             num_cpu_blocks=0,
-            cpu_kernels=kernels,
+            cpu_kernels=kernels or "torch",
         )
         self.engine: Engine = engine_for(model, config)
         runner: Any = self.engine.executor
-        if before:
+        if kernels is None:  # the model as it is read
             model.backend = PagedReferenceAttention()
             runner._forward_pass = model
         self.clock = Clock()
@@ -132,11 +131,8 @@ class Subject:
 class Bare:
     """The same forward pass without an engine, over blocks in a row."""
 
-    def __init__(
-        self, model: LlamaForCausalLM, batch: int, steps: int, kernels: CpuKernelsName
-    ) -> None:
-        config = EngineConfig("bare", cpu_kernels=kernels)
-        self.model, self.forward = model, cpu_forward(model, config)
+    def __init__(self, model: LlamaForCausalLM, batch: int, steps: int) -> None:
+        self.model, self.forward = model, cpu_forward(model, EngineConfig("bare"))
         self.batch, self.used = batch, PROMPT_LEN
         blocks_each = (PROMPT_LEN + steps) // 16 + 2
         self.kv_cache = KVCache(model.config, batch * blocks_each, 16, dtype=model.dtype)
@@ -165,19 +161,19 @@ class Bare:
         return {"step": time.perf_counter() - start}
 
 
-def measure(
-    dtype: str, batch: int, steps: int, kernels: CpuKernelsName, wait_s: float
-) -> dict[str, Any]:
+def measure(dtype: str, batch: int, steps: int, wait_s: float) -> dict[str, Any]:
     """Medians by subject and part, and the share of the cores that others took."""
     shape = preset("smollm2-135m")
     torch_dtype = getattr(torch, dtype)
-    models = [random_model(shape, dtype=torch_dtype, max_model_len=1024) for _ in range(3)]
-    for model in models[1:]:
-        pack_for_cpu(model, EngineConfig("profile", cpu_kernels=kernels))
+    models = [random_model(shape, dtype=torch_dtype, max_model_len=1024) for _ in range(4)]
+    pack_for_cpu(models[1], EngineConfig("profile", cpu_kernels="torch"))
+    for model in models[2:]:
+        pack_for_cpu(model, EngineConfig("profile"))
     subjects: dict[str, Any] = {
-        "before": Subject(models[0], batch, steps + 5, kernels, before=True),
-        "after": Subject(models[1], batch, steps + 5, kernels, before=False),
-        "bare": Bare(models[2], batch, steps + 5, kernels),
+        "before": Subject(models[0], batch, steps + 5, None),
+        "torch": Subject(models[1], batch, steps + 5, "torch"),
+        "after": Subject(models[2], batch, steps + 5, "auto"),
+        "bare": Bare(models[3], batch, steps + 5),
     }
     wait_for_quiet(wait_s)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
@@ -196,13 +192,15 @@ def measure(
 
 def lines(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for result in results:
-        for name in ("before", "after", "bare"):
+        for name in ("before", "torch", "after", "bare"):
             times = result[name]
             parts = [f"{times[part]:.2f}" if part in times else "" for part in PARTS]
-            of_bare = f"{100 * result['bare']['step'] / times['step']:.0f} %"
+            of_bare = ""
+            if name == "after":
+                of_bare = f"{100 * result['bare']['step'] / times['step']:.0f} %"
             yield (
                 result["dtype"], str(result["batch"]), name, f"{times['step']:.2f}", *parts,
-                of_bare if name != "bare" else "", f"{100 * (result['foreign'] or 0):.0f} %",
+                of_bare, f"{100 * (result['foreign'] or 0):.0f} %",
             )  # fmt: skip
 
 
@@ -216,7 +214,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--cpu-kernels", default="auto", choices=get_args(CpuKernelsName))
     parser.add_argument("--wait", type=float, default=30, help="seconds at most, for quiet")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write OUT.json and OUT.md too")
@@ -225,7 +222,7 @@ def main() -> None:
     results = []
     for dtype in args.dtypes:
         for batch in args.batches:
-            results.append(measure(dtype, batch, args.steps, args.cpu_kernels, args.wait))
+            results.append(measure(dtype, batch, args.steps, args.wait))
             print(f"{dtype}, batch {batch}: done", file=sys.stderr, flush=True)
     print(table(HEADER, lines(results)))
     if args.out:

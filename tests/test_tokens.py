@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,8 @@ from tokens_helpers import (
     state_of,
 )
 
-from minibatch.config import PreemptionMode
+from minibatch.builder import pack_for_cpu
+from minibatch.config import CpuKernelsName, EngineConfig, PreemptionMode
 from minibatch.engine import Engine
 from minibatch.model.loader import load_model
 from minibatch.record import StepRecord
@@ -111,14 +113,18 @@ FEW_IDS = [job.request_id for job in FEW_JOBS]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
-    """The model of a shape in ``SHAPES``, with what it has said so far."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
+    """The model of a shape in ``SHAPES``, its matrices as an engine of these ``cpu_kernels`` has
+    them, with what it has said so far.
+    """
 
     @functools.cache
-    def make(shape: str) -> TinyModel:
+    def make(shape: str, kernels: CpuKernelsName = "auto") -> TinyModel:
         theirs = amplify(hf_model(hf_config(**SHAPES[shape])), 2.0)
         folder = save(theirs, tmp_path_factory.mktemp(shape))
-        return TinyModel(theirs, load_model(folder, max_model_len=MAX_LEN))
+        ours = load_model(folder, max_model_len=MAX_LEN)
+        pack_for_cpu(ours, EngineConfig("tiny", cpu_kernels=kernels))
+        return TinyModel(theirs, ours)
 
     return make
 
@@ -172,11 +178,16 @@ def assert_policy_did_its_thing(policy: str, records: list[StepRecord]) -> None:
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_every_shape_under_every_policy(
-    tiny: Callable[[str], TinyModel], shape: str, policy: str, block_size: int
+    tiny: Callable[..., TinyModel], kernels: str, shape: str, policy: str, block_size: int
 ) -> None:
-    model = tiny(shape)
-    engine = make_engine(model, block_size=block_size, **POLICIES[policy])
+    """With the compiled kernels, where there is a compiler, and with torch's own operations."""
+    model = tiny(shape, kernels)
+    knobs = POLICIES[policy] | {"block_size": block_size, "cpu_kernels": kernels}
+    engine = make_engine(model, **knobs)
+    compiled = kernels == "auto" and shutil.which("cc") is not None
+    assert engine.trace.meta.software["cpu_kernels"] == ("compiled" if compiled else "torch")
     records = drive(engine, JOBS)
     assert_each_as_alone(engine, model, JOBS)
     assert_policy_did_its_thing(policy, records)

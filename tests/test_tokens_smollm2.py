@@ -17,7 +17,7 @@ from tokens_helpers import (
 )
 from transformers import LlamaForCausalLM as HFLlama
 
-from minibatch.builder import engine_for
+from minibatch.builder import engine_for, pack_for_cpu
 from minibatch.config import EngineConfig
 from minibatch.engine import Engine
 from minibatch.model.llama import LlamaForCausalLM
@@ -58,7 +58,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def ours(smollm2: Path) -> LlamaForCausalLM:
-    return load_model(smollm2, max_model_len=256)
+    model = load_model(smollm2, max_model_len=256)
+    pack_for_cpu(model, EngineConfig("smollm2-135m"))
+    return model
 
 
 @pytest.fixture(scope="module")

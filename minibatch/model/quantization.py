@@ -1,4 +1,4 @@
-"""``quantization="int8"`` on a CPU: a quarter of float32's bytes to read.
+"""``quantization="int8"`` on a CPU without a C compiler: a quarter of float32's bytes to read.
 
 A weight row w becomes whole numbers q in [-127, 127] and one scale s, w being about s * q. A
 row of activations is treated the same way when it comes, so a dot product is one of whole numbers
@@ -7,6 +7,7 @@ row of activations is treated the same way when it comes, so a dot product is on
     y[t, o] = (sum over i of a[t, i] * q[o, i]) * activation_scale[t] * weight_scale[o]
 
 Every row has a scale of its own: no token's precision depends on which tokens are beside it.
+Where there is a compiler, ``cpu/linear.py`` takes the same weights and leaves activations alone.
 """
 
 from __future__ import annotations

@@ -150,6 +150,24 @@ def test_turn_and_store(
 # -- attention ----------------------------------------------------------------------------------
 
 
+def write_sequence(
+    keys: Tensor, values: Tensor, table: Tensor, deck: list[int], length: int
+) -> tuple[Tensor, Tensor]:
+    """Put ``length`` random tokens into blocks from ``deck``, and these into ``table``.
+
+    Returns:
+        K and V, ``[length, kv_heads, head_dim]``.
+    """
+    _, block_size, *head_shape = keys.shape
+    blocks = [deck.pop() for _ in range(-(-length // block_size))]
+    table[: len(blocks)] = torch.tensor(blocks)
+    k, v = torch.randn(2, length, *head_shape).to(keys.dtype)
+    slots = [blocks[t // block_size] * block_size + t % block_size for t in range(length)]
+    keys.view(-1, *head_shape)[slots] = k
+    values.view(-1, *head_shape)[slots] = v
+    return k, v
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(8, 4, 4), (24, 6, 2), (64, 9, 3)])
@@ -175,12 +193,7 @@ def test_decodes_read_pages(
     # Queries lie in a longer row, as the fused projection leaves them.
     q = torch.randn(len(lengths), heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
     for row, length in enumerate(lengths):
-        blocks = [deck.pop() for _ in range(-(-length // block_size))]
-        tables[row, : len(blocks)] = torch.tensor(blocks)
-        k, v = torch.randn(2, length, kv_heads, head_dim).to(dtype)
-        slots = [blocks[t // block_size] * block_size + t % block_size for t in range(length)]
-        pool[0].view(-1, kv_heads, head_dim)[slots] = k
-        pool[1].view(-1, kv_heads, head_dim)[slots] = v
+        k, v = write_sequence(pool[0], pool[1], tables[row], deck, length)
         for head in range(heads * (length > 0)):
             kv_head = head * kv_heads // heads
             scores = k[:, kv_head].double() @ q[row, head].double() / head_dim**0.5
@@ -224,11 +237,7 @@ def test_chunks_see_what_came_before_them(
     q = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)[:, :heads]
     exact, token = torch.empty(tokens, heads, head_dim, dtype=torch.float64), 0
     for row, (length, queries) in enumerate(pieces):
-        blocks = [deck.pop() for _ in range(needed[row])]
-        tables[row, : len(blocks)] = torch.tensor(blocks)
-        k, v = torch.randn(2, length, kv_heads, head_dim).to(dtype)
-        slots = [blocks[t // block_size] * block_size + t % block_size for t in range(length)]
-        cache.store(0, k, v, torch.tensor(slots))
+        k, v = write_sequence(cache.keys[0], cache.values[0], tables[row], deck, length)
         for i in range(queries):
             seen = length - queries + i + 1
             for head in range(heads):
@@ -456,6 +465,16 @@ def generate(path: Path) -> list[int]:
         ({"kv_cache_dtype": "fp8"}, {}, "KV cache of 8 bits"),
         ({}, {"head_dim": 12}, "multiple of 8, not 12"),
         ({"quantization": "int8"}, {"intermediate_size": 62}, "4 inputs at once"),
+        (
+            {"quantization": "int8"},
+            {
+                "head_dim": 6,
+                "num_attention_heads": 3,
+                "num_key_value_heads": 3,
+                "hidden_size": 60,
+            },  # fmt: skip
+            "4 inputs at once, and not all of .*18",
+        ),
         ({}, {"intermediate_size": 63}, "2 inputs at once, and not all of .*63"),
     ],
 )

@@ -70,7 +70,8 @@ def compiled_linear(model: LlamaForCausalLM, int8: bool) -> Callable[[nn.Linear]
     Raises:
         ConfigError: it does not; it says why.
     """
-    widths = (model.config.hidden_size, model.config.intermediate_size)
+    shape = model.config
+    widths = (shape.hidden_size, shape.num_heads * shape.head_dim, shape.intermediate_size)
     at_once = 4 if int8 else 2
     if any(width % at_once for width in widths):
         raise ConfigError(
