@@ -472,7 +472,7 @@ def generate(path: Path) -> list[int]:
                 "num_attention_heads": 3,
                 "num_key_value_heads": 3,
                 "hidden_size": 60,
-            },  # fmt: skip
+            },
             "4 inputs at once, and not all of .*18",
         ),
         ({}, {"intermediate_size": 63}, "2 inputs at once, and not all of .*63"),
